@@ -106,16 +106,6 @@ def test_import_and_unregister():
     assert found["idempotent"] and found["comes back"]
 
 
-def test_parameters_can_be_swapped():
-    """As a future torch does it in ``module.to()``: nothing refers to them weakly."""
-    torch.__future__.set_swap_module_params_on_conversion(True)
-    try:
-        model = nn.Linear(3, 2)
-        assert model.double().weight.dtype == torch.double
-    finally:
-        torch.__future__.set_swap_module_params_on_conversion(False)
-
-
 @pytest.fixture
 def unregistered():
     opacus_ext.unregister()

@@ -626,6 +626,60 @@ def test_exact_or_refused(case, mode, wrap):
     run(case, mode, wrap)
 
 
+class Hides(torch.autograd.Function):
+    """Its rule of vmap gets all samples, and writes to a buffer without a version."""
+
+    @staticmethod
+    def forward(x, ema, writes):
+        return x.clone()
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, None, None
+
+    @staticmethod
+    def vmap(info, in_dims, x, ema, writes):
+        if writes:
+            ema.data.add_(x.detach().mean((0, 1, 2)))
+        return Hides.apply(x, ema, False), 0
+
+
+@torch.library.custom_op("opacus_ext_tests::hides", mutates_args=())
+def hides(x: torch.Tensor, ema: torch.Tensor, writes: bool) -> torch.Tensor:
+    return x.clone()
+
+
+def vmap_of_hides(info, in_dims, x, ema, writes):
+    if writes:
+        ema.data.add_(x.detach().mean((0, 1, 2)))
+    return hides(x, ema, False), 0
+
+
+torch.library.register_vmap(hides, vmap_of_hides)
+torch.library.register_autograd(hides, lambda ctx, grad: (grad, None, None))
+
+
+@pytest.mark.filterwarnings("error:.*one sample after the other")
+@pytest.mark.parametrize("op", [Hides.apply, hides], ids=["function", "op"])
+def test_a_rule_of_vmap_that_hides_a_write(op):
+    """From the fifth batch on."""
+
+    def then(m, h, x):
+        m.scale += 1
+        return m.two(op(h, m.ema, m.scale > 6))
+
+    private = private_model("ghost_bk", Model(then))
+    for _ in range(4):
+        private.step(rows(4)[0], lambda m, x: squares(m(x)))
+    with pytest.raises(Refused, match="changes ema"):
+        private.step(rows(4)[0], lambda m, x: squares(m(x)))
+    assert not private.module.ema.any()
+
+
 @pytest.mark.parametrize("mode", ["hooks", "ghost", "ghost_bk"])
 def test_weights_that_are_computed_once(mode):
     """What is tried beforehand, without gradients, is not what they are."""

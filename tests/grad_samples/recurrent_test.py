@@ -1,5 +1,7 @@
 """nn.RNN, nn.LSTM, nn.GRU and their cells, through all of time."""
 
+from functools import partial
+
 import pytest
 import torch
 from opacus.validators import ModuleValidator
@@ -73,13 +75,18 @@ class TestKernels(RuleTests):
     }
 
 
+RELU = partial(nn.RNN, nonlinearity="relu")
+
+
 @pytest.mark.usefixtures("by_kernel")
-@pytest.mark.parametrize("kind", [nn.RNN, nn.LSTM, nn.GRU])
+@pytest.mark.parametrize("kind", [nn.RNN, RELU, nn.LSTM, nn.GRU])
 def test_infinite_gates(kind):
     """They are closed or open, and the others have gradients."""
     layer = kind(2, 3, batch_first=True).double()
     with torch.no_grad():
         layer.bias_ih_l0[0], layer.bias_ih_l0[-1] = -torch.inf, torch.inf
+        if kind is RELU:  # it is closed only
+            layer.bias_ih_l0[-1] = 0
     layer.bias_ih_l0.requires_grad_(False)
     model = Net(lambda m, x: everything(m.layer, x), layer=layer)
     exact(model, torch.randn(4, 5, 2).double(), square_loss, BOTH)

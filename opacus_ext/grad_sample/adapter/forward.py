@@ -250,7 +250,9 @@ class ForwardRecord:
                 output = self.call(sample)
             returned = read_output(output, group.read, samples.rows, samples.size)
             del sample, output
-            self._check_state(group.read_data, is_batched, group.notes.written)
+            self._check_state(
+                group.read_data, is_batched, group.notes.written, group.runs_others
+            )
         group.free_copies()
         program, outputs = None, returned.with_graph()
         if inside is not None and inside.program is not None:
@@ -284,7 +286,7 @@ class ForwardRecord:
             with mode:
                 output = call()
             written = mode.written | mode.notes.written
-            self._check_state(mode.read_data, mode.is_data, written, alone=True)
+            self._check_state(mode.read_data, mode.is_data, written, True)
 
         def read(x: Any) -> Leaf:
             made = isinstance(x, T) and x.requires_grad and not x.is_leaf
@@ -336,11 +338,15 @@ class ForwardRecord:
         read_data: bool,
         is_data: Callable[[T], bool],
         written: set[int],
-        alone: bool = False,
+        hides: bool,
     ) -> None:
-        """Refuses changed state that is made of data."""
-        told = read_data or alone  # kernels of others can read samples that are alone
-        for name, value, hidden in self.model.state.changes(written, told):
+        """
+        Refuses changed state that is made of data. If the code ``hides`` nothing and
+        has read no data, it can't put data where no op is seen to write.
+        """
+        for name, value, hidden in self.model.state.changes(
+            written, read_data or hides
+        ):
             told = read_data and not isinstance(value, _NO_DATA)
             if told or hidden or holds_data(value, is_data):
                 raise self._changes(name, "by what samples hold, and ")

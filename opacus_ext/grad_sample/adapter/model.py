@@ -9,6 +9,7 @@ from typing import Any, Callable, Iterator, Sequence
 
 import torch
 from torch import nn
+from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -31,10 +32,19 @@ from opacus_ext.grad_sample.core.vmap import cache_kept, is_batched
 from opacus_ext.refused import ProcessFailure, Refused, warn_once
 
 T = torch.Tensor
+_OF_OTHERS = OpOverload, OpOverloadPacket, HigherOrderOperator
 
 
 class ModelGroup(SampleGroup):
-    """Samples of a private model that run together."""
+    """
+    Samples of a private model that run together.
+
+    Attributes:
+        runs_others: True if code of others got samples that are not batched: the vmap
+            rule of an op or an autograd function, or what may be one
+    """
+
+    runs_others = False
 
     def __init__(self, model: PrivateModel, size: int):
         super().__init__(model.params.values(), size)
@@ -44,6 +54,7 @@ class ModelGroup(SampleGroup):
     def __torch_function__(
         self, func: Callable, types: Any, args: tuple = (), kwargs: Any = None
     ) -> Any:
+        self.runs_others |= isinstance(func, _OF_OTHERS)
         run = partial(super().__torch_function__, func, types, args, kwargs)
         return self.notes.call(func, args, run)
 

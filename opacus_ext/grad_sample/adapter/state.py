@@ -26,6 +26,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from opacus_ext.grad_sample.core.groups import READING
 from opacus_ext.grad_sample.core.vmap import is_batched
@@ -54,7 +55,6 @@ _CONTAINERS = (
 _TRANSIENT = {"RecurrentGemmaRglru": ("recurrent_states",)}  # of transformers
 _QUICK = {int, float, bool, str, bytes, type(None)}  # the most frequent of PLAIN
 _MANY = 10_000  # the most entries of a tensor that are compared
-_COMPARED = {8**i for i in range(20)}  # looks at which all tensors are compared
 _GONE = object()
 
 
@@ -83,7 +83,6 @@ class State:
     def __init__(self, root: Any):
         self.root = root
         self.lost: str | None = None  # the name of a value that was not restored
-        self._untold = 0  # number of looks at what has not read data
         self._memory: set[int] | None = None  # addresses of what is held
         self._others = TensorSet()
         self._collect()
@@ -158,15 +157,14 @@ class State:
         )
         self._copies = [None if view is None else view.clone() for view in views]
 
-    def changes(self, written: Iterable[int] = (), told: bool = True) -> list[Change]:
+    def changes(
+        self, written: Iterable[int] = (), compare: bool = True
+    ) -> list[Change]:
         """
         Returns changes since :meth:`remember`; ``written`` are addresses of memory that
-        was written. If not ``told``, the code can't have put data where no op is seen
-        to write: values of all tensors, which wait for a device, are compared only now
-        and then.
+        was written. Without ``compare`` only tensors that seem to be written are
+        compared: each comparison waits for the device.
         """
-        self._untold += not told
-        told = told or self._untold in _COMPARED
         self._forget_transient()
         self._written |= set(written)
         found = []
@@ -177,7 +175,9 @@ class State:
                     continue
                 change = (_join(name, key), new) if named else (name, (key, new))
                 found.append(Change(*change))
-        return found + [Change(name, x, h) for name, x, _, h in self._rewritten(told)]
+        return found + [
+            Change(name, x, h) for name, x, _, h in self._rewritten(compare)
+        ]
 
     def restore(self) -> str | None:
         """Restores everything; returns the name of a value that it can't restore."""
@@ -215,10 +215,7 @@ class State:
     def _rewritten(
         self, compare: bool = True
     ) -> Iterator[tuple[str, T, T | None, bool]]:
-        """
-        Yields changed tensors: name, tensor, copy, and True if hidden. Without
-        ``compare`` only tensors that seem to be written are compared.
-        """
+        """Yields changed tensors: name, tensor, copy, and True if hidden."""
         every = zip(self._tensors.values(), self._marks, self._copies)
         for (name, x), mark, copy in every:
             new = _mark(x)
@@ -245,7 +242,9 @@ def memory(x: T) -> int:
     if isinstance(x, DTensor):
         with torch.no_grad():
             x = x.to_local()
-    return 0 if x.layout is not torch.strided else x.untyped_storage().data_ptr()
+    if x.layout is not torch.strided or is_traceable_wrapper_subclass(x):
+        return 0
+    return x.untyped_storage().data_ptr()
 
 
 def _view(x: T) -> Any:

@@ -23,14 +23,13 @@ T = torch.Tensor
 # Backward passes before which all of the heap is searched for parameters.
 _SEARCHES = {8**i for i in range(20)}
 _parameters = WeakIdKeyDictionary()  # a set: the parameters of all models
-# Modules of others, which ``module.to()`` swaps and which can't have weak references.
+# Modules of others: DTensors, say. ``module.to()`` fails if these have weak references.
 _holders = WeakIdKeyDictionary()
 
 
 def note_parameter(module: Any, name: str, p: Any) -> None:
     """Records a parameter when it is registered: other models may get gradients."""
-    swaps = torch.__future__.get_swap_module_params_on_conversion()
-    held = swaps or is_traceable_wrapper_subclass(p)
+    held = is_traceable_wrapper_subclass(p)
     (_holders if held else _parameters)[module if held else p] = None
 
 

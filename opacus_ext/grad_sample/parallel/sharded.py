@@ -66,9 +66,9 @@ class ShardedForward(ForwardRecord):
             ]
             self._returned.append(returned._replace(rows=rows, size=0, leaves=leaves))
 
-    def _check_state(self, read_data: bool, *given: Any, **kwargs: Any) -> None:
+    def _check_state(self, read_data: bool, *given: Any) -> None:
         self.read_data |= read_data
-        super()._check_state(read_data, *given, **kwargs)
+        super()._check_state(read_data, *given)
 
     def add_gradients(self, total: Any, grads: Sequence[T | None]) -> list[T | None]:
         """See :class:`~adapter.forward.ForwardRecord`."""

@@ -14,6 +14,7 @@ more FLOPs, and few launches.
 
 from __future__ import annotations
 
+import math
 import warnings
 from contextlib import contextmanager
 from functools import partial
@@ -180,8 +181,9 @@ def _by_kernel(
     func: Callable, gx: T, first: Tensors, w_hh: T, b_hh: T | None
 ) -> tuple[Tensors, Tensors]:
     """Returns the results of torch's kernel, with a graph, and the leaves of that."""
-    largest = torch.finfo(gx.dtype).max
-    finite = gx.detach().clamp(-largest, largest)  # inf * 0 is NaN in the product
+    largest = torch.finfo(gx.dtype).max  # inf * 0 is NaN in the product
+    highest = math.inf if func is torch._VF.rnn_relu else largest  # relu keeps it
+    finite = gx.detach().clamp(-largest, highest)
     x, *rest = leaves = tuple(
         y.detach().contiguous().requires_grad_() for y in (finite, *first)
     )
