@@ -7,6 +7,7 @@ slots, and the clipping, which turns these into norms and clipped sums.
 
 from __future__ import annotations
 
+import math
 from contextlib import nullcontext
 from dataclasses import is_dataclass
 from typing import Any, Callable, NamedTuple, Sequence
@@ -339,7 +340,7 @@ class CompiledGroup:
         clipping: ClippingFunction = total.clipping
         unused = tuple(g is None for g in found)
         like = total.norms
-        own = torch.arange(group.size, device=like.device) < count
+        own = (torch.arange(group.size, device=like.device) < count).to(like)
         bounds = clipping.bound, total.scale
         given: list[Any] = [*map(like.new_tensor, bounds), own]
         given += [g for g in found if g is not None]
@@ -354,12 +355,12 @@ class CompiledGroup:
                 grads = [None if none else next(rest) for none in unused]
                 kept = [[next(rest) for _ in data] for data in self.kept]
                 norms = GroupNorms(total.params, group.size, clipping.per_parameter)
-                norms.finish(group.collect(kept, grads, group.size))
+                norms.finish(group.collect(kept, grads, group.size, own))
 
                 def factors(norms: T) -> T:
                     return clipping.clipping.factors(norms, bound)
 
-                found, sums = norms_and_sums(norms, factors, scale, own, drop)
+                found, sums = norms_and_sums(norms, factors, scale, own > 0, drop)
                 return [found, *sums]
 
             clips = self.traced.clips
@@ -373,7 +374,7 @@ class CompiledGroup:
 
         with torch.no_grad(), full_precision(like.device):
             norms, sums = clipped(drop=False)
-            finite = bool(norms.isfinite().all())
+            finite = math.isfinite(float(norms.sum()))
             if not finite:  # rare: masks copy all data
                 norms, sums = clipped(drop=True)
         total.add_clipped(rows, norms[..., :count], sums, finite)

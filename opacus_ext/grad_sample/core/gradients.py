@@ -102,9 +102,11 @@ class Collector:
         done: Callable[[T, GradSample], None] | None = None,
         frees: bool = False,
         bundles: bool = True,
+        mask: T | None = None,
     ):
         self.frees = frees  # True if parameters are freed in the backward pass
         self.params, self.size, self.done = {id(p): p for p in params}, size, done
+        self.mask = mask  # samples that count ``[B]``, in compiled code; None for all
         self.found: GradSamples = {}
         self._views: dict[int, View | None] = {}  # by the id of the value
         self._computed: dict[int, tuple[ParameterValue, GradSample]] = {}
@@ -145,6 +147,7 @@ class Collector:
             return
         size = self.size if use.size is None else use.size
         for value, factors in use.of(backprops):
+            factors = self._masked(factors)
             p: T | None = value.tensor
             if id(p) not in self.params:
                 view = self._views[id(value)]
@@ -162,6 +165,16 @@ class Collector:
             self._left[id(p)] -= 1
             if self.done is not None and not self._left[id(p)]:
                 self.done(p, self.found[id(p)])
+
+    def _masked(self, factors: tuple[Factor, ...]) -> tuple[Factor, ...]:
+        """
+        Masks the rows that are summed to gradients: the compiler fuses only sums that
+        read a tensor in common.
+        """
+        first = factors[0]
+        if self.mask is None or len(factors) > 1 or isinstance(first, OneHot):
+            return factors
+        return (first * self.mask[:, None, None],)
 
     def _sample(self, p: T, size: int) -> GradSample:
         if id(p) not in self.found:

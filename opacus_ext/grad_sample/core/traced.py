@@ -219,11 +219,18 @@ class TracedGroup(SampleGroup):
         return found, kept
 
     def collect(
-        self, kept: list[list[T]], grads: Sequence[T | None], size: int
+        self,
+        kept: list[list[T]],
+        grads: Sequence[T | None],
+        size: int,
+        mask: T | None = None,
     ) -> GradSamples:
-        """Returns per-sample gradients, from saved data and the slots' gradients."""
+        """
+        Returns per-sample gradients, from saved data and the slots' gradients. Those of
+        samples outside of the mask ``[B]`` are not used.
+        """
         uses = [use._replace(data=data) for use, data in zip(self.uses, kept)]
-        collector = Collector(self.all, size, uses, bundles=False)
+        collector = Collector(self.all, size, uses, bundles=False, mask=mask)
         for use, g in zip(uses, grads):
             if g is not None:
                 collector.add(use, g)

@@ -38,6 +38,7 @@ from opacus_ext.refused import Refused
 
 T = torch.Tensor
 _CPU_CACHE = 2**22  # bytes in a block on CPU
+_SMALL = 2**16  # entries that are materialized in one block
 _FEW = 2**26  # multiply-adds that are cheaper than sorting rows by index
 
 
@@ -100,9 +101,9 @@ class OuterProducts(Term):
         first = entries(factors[0])
         if len(factors) == 1 and not isinstance(factors[0], OneHot):
             first = upcast(first)
-            if first.shape[1] != 1:
-                first = first.sum(1, keepdim=True)
-            factors, self.flat = (first,), first.squeeze(1)
+            self.flat = first.squeeze(1) if first.shape[1] == 1 else first.sum(1)
+            first = self.flat.unsqueeze(1)
+            factors = (first,)
         self.dense: list[T] = [f for f in factors if isinstance(f, T)]
         self.onehot = [f for f in factors if isinstance(f, OneHot)]
         if not self.dense:  # each row counts as one
@@ -512,7 +513,8 @@ class GradSample:
             bound = min(bound, _CPU_CACHE)
         # Gradients of a shared parameter are materialized whole only for the cache.
         several = len(self._terms) > 1 or bool(first.onehot)
-        count = max(4 if several else 1, self.batch_size * self.numel * 8 // bound)
+        size = self.batch_size * self.numel
+        count = max(4 if several and size > _SMALL else 1, size * 8 // bound)
         step = max(1, math.ceil(self.shape[0] / count))
         parts = self._parts(step, self.batch_size)
         return sum(square_sum(part.materialize()) for _, _, part in parts)
