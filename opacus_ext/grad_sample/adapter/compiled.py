@@ -27,7 +27,7 @@ from torch.utils._pytree import (
 from opacus_ext.clipping import ClippingFunction
 from opacus_ext.grad_sample.adapter.outputs import NotEqual, is_hidden
 from opacus_ext.grad_sample.core.clip import ClippedSum, GroupNorms, norms_and_sums
-from opacus_ext.grad_sample.core.dynamo import Settings, compile_whole
+from opacus_ext.grad_sample.core.dynamo import Settings, compile_whole, leave_out
 from opacus_ext.grad_sample.core.gradients import nodes_of
 from opacus_ext.grad_sample.core.group import SampleGroup
 from opacus_ext.grad_sample.core.groups import Samples, why
@@ -82,7 +82,7 @@ class CompiledModel:
         ) -> Any:
             if not torch.compiler.is_compiling():
                 raise NotCompiled("torch.compiler.set_stance says so")
-            group = TracedGroup(params, size)
+            group = TracedGroup(params, size, attaches=True)
             call, returned = _caller(module, mode)
             leaves, spec = tree_flatten(tree)
             samples = Samples(None, leaves, by_sample, spec, size)
@@ -90,6 +90,7 @@ class CompiledModel:
             kept = [[x.detach() for x in data] for data in kept]
             return outputs, kept, _signature(returned, group)
 
+        leave_out(torch.ops.opacus_ext.attach.default)
         self._forward = compile_whole(forward, self._backend, settings.most)
 
     def _backend(self, graph: Any, inputs: Sequence[Any]) -> Callable:

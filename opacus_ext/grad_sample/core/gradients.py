@@ -172,7 +172,7 @@ class Collector:
         read a tensor in common.
         """
         first = factors[0]
-        if self.mask is None or len(factors) > 1 or isinstance(first, OneHot):
+        if self.mask is None or len(factors) > 1 or not isinstance(first, T):
             return factors
         return (first * self.mask[:, None, None],)
 

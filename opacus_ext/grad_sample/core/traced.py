@@ -90,14 +90,35 @@ def forgets(module: Any) -> None:
         _forwards[-1].append(module)
 
 
+# y + slot, whose autograd is registered: the compiler can leave out the sum.
+_library = torch.library.Library("opacus_ext", "FRAGMENT")
+_library.define("attach(Tensor y, Tensor slot) -> Tensor")
+_library.impl("attach", torch.add, "CompositeExplicitAutograd")
+_attach = "opacus_ext::attach"
+torch.library.register_autograd(_attach, lambda context, g: (g, g), lib=_library)
+torch.library.register_fake(_attach, lambda y, slot: torch.empty_like(y), lib=_library)
+
+
+def _attach_all(info: Any, in_dims: tuple, y: T, slot: T) -> tuple[T, int]:
+    slot = slot.movedim(in_dims[1], 0)
+    y = y.expand_as(slot) if in_dims[0] is None else y.movedim(in_dims[0], 0)
+    return torch.ops.opacus_ext.attach(y, slot), 0
+
+
+torch.library.register_vmap(_attach, _attach_all, lib=_library)
+
+
 class TracedGroup(SampleGroup):
-    """Samples that run together in compiled code."""
+    """
+    Samples that run together in compiled code. With ``attaches`` the slots are leaves
+    of autograd, and Inductor does not add them.
+    """
 
     eager = False
 
-    def __init__(self, params: Sequence[T], size: int):
+    def __init__(self, params: Sequence[T], size: int, attaches: bool = False):
         super().__init__(params, size)
-        self.all = params
+        self.all, self.attaches = params, attaches
         self.slots: Sequence[T] | None = None  # at the vmap level
         self.likes: list[tuple[torch.Size, torch.dtype]] = []  # slots' shapes, dtypes
         self._recipes: dict[int, Recipe] = {}
@@ -159,7 +180,10 @@ class TracedGroup(SampleGroup):
         data = tuple(x.clone() for x in noted.data)
         self.uses.append(noted._replace(data=data))
         self.likes.append((y.shape, y.dtype))
-        return y if self.slots is None else y + self.slots[len(self.uses) - 1]
+        if self.slots is None:
+            return y
+        slot = self.slots[len(self.uses) - 1]
+        return torch.ops.opacus_ext.attach(y, slot) if self.attaches else y + slot
 
     def signature(self) -> str:
         """Describes the uses; equal for traces that use parameters in the same way."""

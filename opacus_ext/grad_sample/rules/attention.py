@@ -7,7 +7,7 @@ from typing import Any, Callable
 import torch
 from torch.nn import functional as F
 
-from opacus_ext.grad_sample.rules.registry import handles
+from opacus_ext.grad_sample.rules.registry import handles, op_of_all
 
 T = torch.Tensor
 
@@ -29,7 +29,7 @@ def attention(
     given = [group.own(x) for x in (query, key, value, attn_mask)]
     others = dropout_p, is_causal, scale, enable_gqa
     if not group.eager:
-        return torch.ops.opacus_ext.attention(*given, *others)
+        return _compiled(*given, *others)
     if not any(map(group.is_batched, given)):
         return _attention(*given, *others)
     inner = [None if x is None else group.inner(x) for x in given]
@@ -62,11 +62,9 @@ def _of_all(info: Any, in_dims: tuple, *given: Any) -> tuple[T, int]:
     return y.reshape(lead[0], *y.shape[-dims:]), 0
 
 
-# For compiled code, which can't leave the vmap level: an op with a vmap rule.
-_library = torch.library.Library("opacus_ext", "FRAGMENT")
-_library.define(
+_compiled = op_of_all(
     "attention(Tensor query, Tensor key, Tensor value, Tensor? mask, float dropout, "
-    "bool causal, float? scale, bool gqa) -> Tensor"
+    "bool causal, float? scale, bool gqa) -> Tensor",
+    _attention,
+    _of_all,
 )
-_library.impl("attention", _attention, "CompositeImplicitAutograd")
-torch.library.register_vmap("opacus_ext::attention", _of_all, lib=_library)

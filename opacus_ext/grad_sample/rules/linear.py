@@ -11,7 +11,12 @@ import torch
 from torch.nn import functional as F
 
 from opacus_ext.grad_sample.factors import Factor, OneHot
-from opacus_ext.grad_sample.rules.registry import Op, handles, register_rule
+from opacus_ext.grad_sample.rules.registry import (
+    Op,
+    handles,
+    op_of_all,
+    register_rule,
+)
 
 T = torch.Tensor
 Found = list[tuple[Factor, ...]]
@@ -37,7 +42,28 @@ def _stack(backprops: T, activations: T) -> Found:
     return [(which, x.flatten(1, 3), g.flatten(1, 3))]
 
 
-@register_rule(F.linear)
+def _of_all(info: Any, in_dims: tuple, x: T, weight: T, bias: T) -> tuple[T, int]:
+    """Runs all samples; vmap would take a layer that they share apart."""
+    if in_dims[1] is None and in_dims[2] is None:
+        return F.linear(x.movedim(in_dims[0], 0), weight, bias), 0
+    return torch.vmap(lambda x, w, b: x @ w.mT + b, in_dims)(x, weight, bias), 0
+
+
+_compiled = op_of_all(
+    "linear(Tensor x, Tensor weight, Tensor bias) -> Tensor", F.linear, _of_all
+)
+
+
+@handles(F.linear)
+def _linear_of(
+    group: Any, func: Callable, input: T, weight: T, bias: T | None = None
+) -> T:
+    if group.eager or bias is None or weight.dim() != 2:
+        return group.call(func, input, weight, bias)
+    return group.call(_compiled, input, weight, bias)
+
+
+@register_rule(F.linear, _compiled)
 def linear(input: T, weight: T, bias: T | None = None) -> Op | None:
     """``y [*, out] = input [*, in] W^T + b``"""
     if weight.dim() != 2:

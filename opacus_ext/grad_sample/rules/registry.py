@@ -111,5 +111,20 @@ def handles(*functions: Callable) -> Callable[[Handler], Handler]:
     return decorator
 
 
+_library = torch.library.Library("opacus_ext", "FRAGMENT")
+
+
+def op_of_all(schema: str, function: Callable, of_all: Callable) -> Callable:
+    """
+    Returns an op that is made of torch's, for compiled code, which can't leave the vmap
+    level. ``of_all`` is its vmap rule: it runs all samples.
+    """
+    name = schema.partition("(")[0]
+    _library.define(schema)
+    _library.impl(name, function, "CompositeImplicitAutograd")
+    torch.library.register_vmap(f"opacus_ext::{name}", of_all, lib=_library)
+    return getattr(torch.ops.opacus_ext, name)
+
+
 class NotAtOnce(Exception):
     """Raised if samples can't run together; they run one by one then."""
