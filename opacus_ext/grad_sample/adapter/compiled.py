@@ -55,6 +55,7 @@ class Traced(NamedTuple):
     signature: str  # must be equal in each call
     changed: tuple[str, ...]  # names of changed state that is not made of data
     clips: dict[tuple, Callable]  # compiled clipping programs
+    own: dict[tuple, T]  # masks of the samples that do not only fill up
 
 
 class CompiledModel:
@@ -168,7 +169,7 @@ class CompiledModel:
             raise NotAtOnce(f"a forward that changes {name}")
         slots = [slot.requires_grad_() for slot in group.make_slots()]
         signature, changed = _signature(returned, group), tuple(c.name for c in changes)
-        self._traced[key] = Traced(group, slots, returned[0], signature, changed, {})
+        self._traced[key] = Traced(group, slots, returned[0], signature, changed, {}, {})
         return self._traced[key]
 
     def _call(self, samples: Samples, traced: Traced, check: bool) -> Found | None:
@@ -341,7 +342,11 @@ class CompiledGroup:
         clipping: ClippingFunction = total.clipping
         unused = tuple(g is None for g in found)
         like = total.norms
-        own = (torch.arange(group.size, device=like.device) < count).to(like)
+        key: tuple = count, like.dtype, like.device
+        own = self.traced.own.get(key)
+        if own is None:
+            own = (torch.arange(group.size, device=like.device) < count).to(like)
+            self.traced.own[key] = own
         bounds = clipping.bound, total.scale
         given: list[Any] = [*map(like.new_tensor, bounds), own]
         given += [g for g in found if g is not None]
@@ -366,11 +371,11 @@ class CompiledGroup:
 
             clips = self.traced.clips
             ids = map(id, total.params)
-            key = unused, shared, clipping.clipping, drop, *ids
-            if key not in clips:
+            kind = unused, shared, clipping.clipping, drop, *ids
+            if kind not in clips:
                 graph = make_fx(clip)(*given)
-                clips[key] = self.compiled.settings.backend(graph, given)
-            norms, *sums = clips[key](*given)
+                clips[kind] = self.compiled.settings.backend(graph, given)
+            norms, *sums = clips[kind](*given)
             return norms, sums
 
         with torch.no_grad(), full_precision(like.device):

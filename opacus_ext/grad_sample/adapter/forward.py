@@ -100,7 +100,7 @@ class ForwardRecord:
         tensors = list(output.tensors.values())
         if not tensors:
             return []
-        anchor = torch.zeros((), requires_grad=True)
+        anchor = torch.empty((), requires_grad=True)
         return list(Boundary.apply(self, anchor, len(tensors), *tensors, *self.trained))
 
     def _forward(self, losses: bool) -> BatchOutput:

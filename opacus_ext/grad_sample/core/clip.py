@@ -98,7 +98,7 @@ class GroupNorms:
                 self._add(p, samples[id(p)])
         if self._last:
             self._add_last()
-        zero = torch.zeros(self.size, dtype=self.dtype, device=like.device)
+        kind: Any = dict(dtype=self.dtype, device=like.device)
         squares = []
         if self._rows is not None:
             squares.append(torch.linalg.vector_norm(self._rows, dim=1).square())
@@ -108,7 +108,7 @@ class GroupNorms:
             if id(p) in self._squares:
                 squares.append(self._squares[id(p)])
             elif self.per_parameter or not squares:
-                squares.append(zero)
+                squares.append(torch.zeros(self.size, **kind))
         total = torch.stack(squares).clamp_(min=0)  # or NaN where gradients cancel
         self.norms = (total if self.per_parameter else total.sum(0)).sqrt()
         return self.norms

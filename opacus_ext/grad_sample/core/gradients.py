@@ -179,6 +179,7 @@ class Collector:
     def _sample(self, p: T, size: int) -> GradSample:
         if id(p) not in self.found:
             self.found[id(p)] = GradSample(p.shape, size)
+            self.found[id(p)].mask = self.mask
         return self.found[id(p)]
 
     def finish(self) -> GradSamples:

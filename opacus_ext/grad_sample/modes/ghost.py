@@ -272,7 +272,7 @@ class Ghost(PrivateMode):
                 sources = dependencies_of([losses])
                 self._check(sources, losses)
                 self.private.begin_backward(bool(sources.records))
-                self._add(total, sources, losses * scale)
+                self._add(total, sources, losses if scale == 1 else losses * scale)
         except BaseException:
             self.private.reset()
             raise
