@@ -224,7 +224,7 @@ class OuterProducts(Term):
             return functools.reduce(torch.mul, squares)
         if by_segments(self):
             rows = self.dense[0].to(self.dtype).flatten(0, 1)
-            return square_of_sums(rows, *places_of(self.onehot), self.batch_size)
+            return square_of_sums(rows, places_of(self.onehot)[0], self.batch_size)
         return inner(self.factors, None, self.dtype)
 
     def part(self, shape: torch.Size, samples: slice, rows: slice) -> OuterProducts:

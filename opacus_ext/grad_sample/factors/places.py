@@ -36,17 +36,16 @@ def places_of(onehot: Sequence[OneHot]) -> tuple[T, int]:
     return (samples * size + index).flatten(), size
 
 
-def square_of_sums(rows: T, places: T, size: int, batch_size: int) -> T:
-    """Sums the rows ``[rows, width]`` of each place; returns squared norms ``[B]``."""
-    # Buffers have one entry a row: the number of segments would need a device sync.
-    ranked, order = places.sort()
-    new = torch.zeros_like(ranked)
-    new[1:] = ranked[1:] != ranked[:-1]
-    number = new.cumsum(0)
-    segment = torch.empty_like(number).scatter_(0, order, number)
-    squares = square_sum(torch.zeros_like(rows).index_add_(0, segment, rows))
-    sample = torch.zeros_like(number).scatter_(0, number, ranked // size)
-    return rows.new_zeros(batch_size).index_add_(0, sample, squares)
+def square_of_sums(rows: T, places: T, batch_size: int) -> T:
+    """
+    Sums the rows ``[rows, width]`` of each place, for equally many rows a sample;
+    returns squared norms ``[B]``.
+    """
+    # One sum for each row, where the place is first in sorted order, the others zero:
+    # the number of places would need a device sync.
+    first = torch.searchsorted(places.sort().values, places)
+    sums = torch.zeros_like(rows).index_add_(0, first, rows)
+    return square_sum(sums.view(batch_size, -1))
 
 
 def groups_of(
