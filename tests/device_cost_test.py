@@ -255,3 +255,17 @@ def test_compiled(cost):
     assert product == cost.Launch("mm", 2 * 8 * 16 * 4, 4 * (32 + 64 + 128))
     assert rest == cost.Launch("generated", 0, 4 * 2 * 128)
     assert count.peak == 4 * 128  # in place
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:dynamo_pgo")
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
+def test_a_compiled_step_starts_few_kernels(cost):
+    """Also if Inductor has compiled something before the private model."""
+    shape = cost.Shape.parse("1,16,20,40,4")
+    plain, private = (
+        cost.count_mode(f"{name}, compiled", shape, False)
+        for name in ("non-private", "ghost_bk")
+    )
+    assert len(private.launches) < 0.95 * len(plain.launches)
+    assert not any(x.op == "attach" for x in private.launches)

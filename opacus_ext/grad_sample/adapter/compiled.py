@@ -169,7 +169,9 @@ class CompiledModel:
             raise NotAtOnce(f"a forward that changes {name}")
         slots = [slot.requires_grad_() for slot in group.make_slots()]
         signature, changed = _signature(returned, group), tuple(c.name for c in changes)
-        self._traced[key] = Traced(group, slots, returned[0], signature, changed, {}, {})
+        self._traced[key] = Traced(
+            group, slots, returned[0], signature, changed, {}, {}
+        )
         return self._traced[key]
 
     def _call(self, samples: Samples, traced: Traced, check: bool) -> Found | None:

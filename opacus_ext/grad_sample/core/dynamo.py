@@ -70,9 +70,11 @@ def compile_whole(function: Callable, backend: Callable, most: int) -> Callable:
 
 def leave_out(op: Callable) -> None:
     """Makes Inductor return the first argument of an op in its place."""
-    from torch._inductor.decomposition import decompositions
+    from torch._inductor import decomposition
 
-    decompositions[op] = lambda x, *others: x
+    if op not in decomposition.decompositions:
+        decomposition.decompositions[op] = lambda x, *others: x
+        decomposition.fast_random_decomps.cache_clear()  # a copy, made before perhaps
 
 
 def _copy(function: Any) -> Callable:
