@@ -232,6 +232,12 @@ def windows(m, x):
     return h.unfold(0, 3, 1).square().sum((0, 2, 3, 4))[:, None]
 
 
+def biases(m, x):
+    """Linear layers of which a bias alone is trained, or one for all outputs."""
+    h = F.linear(m.one(x), x.new_ones(4, 4), m.shift)
+    return F.linear(h + m.one(x.mean(1))[:, None], m.weight, m.single).mean(1)
+
+
 def mixed(m, x):
     """Ops that vmap knows for one number of samples, and parameters in them."""
     h = F.max_pool1d(m.norm(m.first(x.mT)), 2).mT
@@ -255,6 +261,18 @@ TRAINED = {
     "ghost": (Net, [(2,), (1,)], 1, dict(mode="ghost")),
     "sizes": (Net, [(4,), (6,), (1,), (9,), (10,), (2,), (4,)], 4, {}),  # 2, 4, 6, 10
     "lengths": (Net, [(2, 5), (1, 7), (4, 4)], None, {}),
+    "biases": (
+        net(
+            biases,
+            one=(4, 4),
+            shift=lambda: torch.linspace(-1, 1, 4),
+            weight=lambda: torch.linspace(-1, 1, 12).view(3, 4),
+            single=lambda: torch.ones(1),
+        ),
+        [(2,), (4,)],
+        2,
+        {},
+    ),
     "heads": (net(heads, first=(4, 8), norm=lambda: nn.LayerNorm(8)), [(4,)], 1, {}),
     "kinds of parameters": (MIXED, [(4,), (2,), (1,)], None, {}),
     "windows": (of_two(windows), [(2, 6), (2, 6)], None, {}),

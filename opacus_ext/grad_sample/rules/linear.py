@@ -46,7 +46,13 @@ def _of_all(info: Any, in_dims: tuple, x: T, weight: T, bias: T) -> tuple[T, int
     """Runs all samples; vmap would take a layer that they share apart."""
     if in_dims[1] is None and in_dims[2] is None:
         return F.linear(x.movedim(in_dims[0], 0), weight, bias), 0
-    return torch.vmap(lambda x, w, b: x @ w.mT + b, in_dims)(x, weight, bias), 0
+    x, weight, bias = (
+        y[None] if dim is None else y.movedim(dim, 0)
+        for y, dim in zip((x, weight, bias), in_dims)
+    )
+    rows = x.flatten(1, -2) if x.dim() > 2 else x.unsqueeze(1)
+    y = rows @ weight.mT + bias.unsqueeze(1)
+    return y.view(len(y), *x.shape[1:-1], y.shape[2]), 0
 
 
 _compiled = op_of_all(
@@ -58,7 +64,7 @@ _compiled = op_of_all(
 def _linear_of(
     group: Any, func: Callable, input: T, weight: T, bias: T | None = None
 ) -> T:
-    if group.eager or bias is None or weight.dim() != 2:
+    if group.eager or bias is None or weight.dim() != 2 or bias.dim() != 1:
         return group.call(func, input, weight, bias)
     return group.call(_compiled, input, weight, bias)
 
@@ -66,7 +72,7 @@ def _linear_of(
 @register_rule(F.linear, _compiled)
 def linear(input: T, weight: T, bias: T | None = None) -> Op | None:
     """``y [*, out] = input [*, in] W^T + b``"""
-    if weight.dim() != 2:
+    if weight.dim() != 2 or bias is not None and bias.shape != weight.shape[:1]:
         return None
     return Op((weight, bias), (input,), _linear, whole=lambda p, x: F.linear(x, *p))
 
@@ -76,7 +82,7 @@ def addmm(
     input: T, mat1: T, mat2: T, *, beta: float = 1, alpha: float = 1
 ) -> Op | None:
     """``y [*, out] = input [out] + mat1 [*, in] mat2 [in, out]``"""
-    if beta != 1 or alpha != 1 or input.dim() != 1:
+    if beta != 1 or alpha != 1 or input.shape != mat2.shape[1:]:
         return None
     return Op(
         (mat2, input), (mat1,), _product, whole=lambda p, x: F.linear(x, p[0].mT, p[1])
