@@ -101,8 +101,9 @@ torch.library.register_fake(_attach, lambda y, slot: torch.empty_like(y), lib=_l
 
 def _attach_all(info: Any, in_dims: tuple, y: T, slot: T) -> tuple[T, int]:
     slot = slot.movedim(in_dims[1], 0)
-    y = y.expand_as(slot) if in_dims[0] is None else y.movedim(in_dims[0], 0)
-    return torch.ops.opacus_ext.attach(y, slot), 0
+    if in_dims[0] is None:  # a parameter, of which no output may be a view
+        return y + slot, 0
+    return torch.ops.opacus_ext.attach(y.movedim(in_dims[0], 0), slot), 0
 
 
 torch.library.register_vmap(_attach, _attach_all, lib=_library)
