@@ -257,11 +257,12 @@ def test_compiled(cost):
     assert count.peak == 4 * 128  # in place
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore:dynamo_pgo")
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
 def test_a_compiled_step_starts_few_kernels(cost):
     """Also if Inductor has compiled something before the private model."""
+    torch.compiler.reset()
     shape = cost.Shape.parse("1,16,20,40,4")
     plain, private = (
         cost.count_mode(f"{name}, compiled", shape, False)
