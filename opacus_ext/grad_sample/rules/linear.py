@@ -50,9 +50,11 @@ def _of_all(info: Any, in_dims: tuple, x: T, weight: T, bias: T) -> tuple[T, int
         y[None] if dim is None else y.movedim(dim, 0)
         for y, dim in zip((x, weight, bias), in_dims)
     )
+    count = max(map(len, (x, weight, bias)))
     rows = x.flatten(1, -2) if x.dim() > 2 else x.unsqueeze(1)
-    y = rows @ weight.mT + bias.unsqueeze(1)
-    return y.view(len(y), *x.shape[1:-1], y.shape[2]), 0
+    rows, weight = (y.expand(count, -1, -1) for y in (rows, weight.mT))
+    y = torch.baddbmm(bias.unsqueeze(1), rows, weight)  # autocast casts the bias, too
+    return y.view(count, *x.shape[1:-1], y.shape[2]), 0
 
 
 _compiled = op_of_all(
