@@ -66,7 +66,9 @@ _compiled = op_of_all(
 def _linear_of(
     group: Any, func: Callable, input: T, weight: T, bias: T | None = None
 ) -> T:
-    if group.eager or bias is None or weight.dim() != 2 or bias.dim() != 1:
+    # Under autocast vmap would add a bias of float32, and return float32.
+    splits = group.eager and not torch.is_autocast_enabled(input.device.type)
+    if splits or bias is None or weight.dim() != 2 or bias.dim() != 1:
         return group.call(func, input, weight, bias)
     return group.call(_compiled, input, weight, bias)
 
