@@ -468,6 +468,24 @@ def test_autocast():
     assert programs_of(model) == 1 and not told
 
 
+@pytest.mark.parametrize("compiles", [False, True])
+def test_autocast_of_linear_layers_that_vmap_takes_apart(compiles):
+    """They give bfloat16, as alone: with a frozen weight, or one made of data."""
+
+    def forward(m, x):
+        y = m.one(x)
+        return y, F.linear(x, m.one.weight * x.mean(), m.one.bias)
+
+    model = of_two(forward, (4, 6), (6, 3))().float()
+    model.one.weight.requires_grad_(False)
+    private = make_private(model, "ghost", batch_size=4)
+    if compiles:
+        private.module = torch.compile(private.module, **AOT)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = private.module(batch_of(4).float())
+    assert [y.dtype for y in found] == [torch.bfloat16] * 2
+
+
 def test_scale_of_the_loss():
     """It applies to the backward pass alone: norms and sums are unscaled."""
     model = model_of(Net)
