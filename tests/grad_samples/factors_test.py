@@ -129,6 +129,18 @@ def test_sizes(axes, kinds, cache, num_bytes):
             look(got, expected, tolerance_of([kinds]), cache)
 
 
+@pytest.mark.parametrize("B", [1, 2])
+def test_rows_of_a_transposed_output(B):
+    """With one sample they are a view that is not contiguous."""
+    ids, rows = torch.randint(5000, (B, 40)), torch.randn(B, 3, 40).double().mT
+    got = GradSample(torch.Size([5000, 3]), B)
+    got.add(OneHot(ids, 5000), rows)
+    dense = torch.zeros(B, 5000, 3).double()
+    for sample, index, own in zip(dense, ids, rows):
+        sample.index_add_(0, index, own)
+    assert_close(got.squared_norm(), squared(dense))
+
+
 @every_structure
 @pytest.mark.parametrize("cache", [None, 0, 2**27])
 def test_dropped_samples_have_zero(axes, kinds, cache):

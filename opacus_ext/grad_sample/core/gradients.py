@@ -174,7 +174,7 @@ class Collector:
         first = factors[0]
         if self.mask is None or len(factors) > 1 or not isinstance(first, T):
             return factors
-        return (first * self.mask[:, None, None],)
+        return (first * self.mask.to(first.device)[:, None, None],)
 
     def _sample(self, p: T, size: int) -> GradSample:
         if id(p) not in self.found:

@@ -340,7 +340,7 @@ class GradSample:
         self.shape, self.numel = torch.Size(shape), product(shape)
         self.batch_size = batch_size
         self.cached_bytes = 0  # size of cached materialized gradients
-        self.mask: T | None = None
+        self.mask: T | None = None  # samples that count ``[B]``, in compiled code
         self._terms: list[Term] = []
         if rows is not None:
             self._terms.append(OuterProducts(rows.unsqueeze(1)))
@@ -496,7 +496,9 @@ class GradSample:
         flat = same.materialize().flatten(1)
         self._terms = [OuterProducts(flat.unsqueeze(1))]
         self.cached_bytes = flat.numel() * flat.dtype.itemsize
-        return square_sum(flat if self.mask is None else flat * self.mask[:, None])
+        if self.mask is None:
+            return square_sum(flat)
+        return square_sum(flat * self.mask.to(flat.device)[:, None])  # see Collector
 
     def _merged(self) -> GradSample:
         """Concatenates terms of one kind, which leaves fewer pairs of terms."""

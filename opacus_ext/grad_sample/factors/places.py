@@ -44,7 +44,7 @@ def square_of_sums(rows: T, places: T, batch_size: int) -> T:
     # One sum for each row, where the place is first in sorted order, the others zero:
     # the number of places would need a device sync.
     first = torch.searchsorted(places.sort().values, places)
-    sums = torch.zeros_like(rows).index_add_(0, first, rows)
+    sums = rows.new_zeros(rows.shape).index_add_(0, first, rows)  # contiguous
     return square_sum(sums.view(batch_size, -1))
 
 

@@ -66,6 +66,7 @@ _compiled = op_of_all(
 def _linear_of(
     group: Any, func: Callable, input: T, weight: T, bias: T | None = None
 ) -> T:
+    """Calls one op where vmap would take the layer apart: in compiled code."""
     # Under autocast vmap would add a bias of float32, and return float32.
     splits = group.eager and not torch.is_autocast_enabled(input.device.type)
     if splits or bias is None or weight.dim() != 2 or bias.dim() != 1:
