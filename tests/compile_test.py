@@ -238,6 +238,13 @@ def biases(m, x):
     return F.linear(h + m.one(x.mean(1))[:, None], m.weight, m.single).mean(1)
 
 
+def layer_norms(m, x):
+    """Layer norms over two dims, of one shift alone, twice, and of a parameter."""
+    h = m.pairs(m.one(x).unflatten(-1, (2, 2))).flatten(2)
+    h = F.layer_norm(input=h.tanh(), normalized_shape=(4,), bias=m.shift, eps=0.1)
+    return m.norm(m.norm(h) + m.one(h)).mean(1) + m.norm(m.shift)
+
+
 def mixed(m, x):
     """Ops that vmap knows for one number of samples, and parameters in them."""
     h = F.max_pool1d(m.norm(m.first(x.mT)), 2).mT
@@ -271,6 +278,18 @@ TRAINED = {
         ),
         [(2,), (4,)],
         2,
+        {},
+    ),
+    "layer norms": (
+        net(
+            layer_norms,
+            one=(4, 4),
+            pairs=lambda: nn.LayerNorm((2, 2), bias=False),
+            shift=lambda: torch.linspace(-1, 1, 4),
+            norm=lambda: nn.LayerNorm(4),
+        ),
+        [(4,), (1,)],
+        None,
         {},
     ),
     "heads": (net(heads, first=(4, 8), norm=lambda: nn.LayerNorm(8)), [(4,)], 1, {}),

@@ -268,5 +268,5 @@ def test_a_compiled_step_starts_few_kernels(cost):
         cost.count_mode(f"{name}, compiled", shape, False)
         for name in ("non-private", "ghost_bk")
     )
-    assert len(private.launches) < 0.95 * len(plain.launches)
+    assert len(private.launches) < 0.84 * len(plain.launches)
     assert not any(x.op == "attach" for x in private.launches)

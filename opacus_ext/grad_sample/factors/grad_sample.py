@@ -40,6 +40,7 @@ T = torch.Tensor
 _CPU_CACHE = 2**22  # bytes in a block on CPU
 _SMALL = 2**16  # entries that are materialized in one block
 _FEW = 2**26  # multiply-adds that are cheaper than sorting rows by index
+_FEWER = 2**24  # those that take half of the ops of sorting, and not much longer
 
 
 class Term:
@@ -222,7 +223,7 @@ class OuterProducts(Term):
         if self.length == 1:  # the norm of an outer product is the product of norms
             squares = [square_sum(f.to(self.dtype)) for f in self.dense]
             return functools.reduce(torch.mul, squares)
-        if by_segments(self):
+        if by_segments(self) and not few(self, _FEWER):
             rows = self.dense[0].to(self.dtype).flatten(0, 1)
             return square_of_sums(rows, places_of(self.onehot)[0], self.batch_size)
         return inner(self.factors, None, self.dtype)
@@ -254,7 +255,7 @@ class OuterProducts(Term):
 
 
 def by_segments(term: OuterProducts) -> bool:
-    """Returns True if sorting one-hot rows by index is cheaper than Gram matrices."""
+    """Returns True if rows are grouped by index faster than Gram matrices are made."""
     return bool(term.onehot) and len(term.dense) == 1 and term.length > 32
 
 
@@ -308,11 +309,11 @@ def worth_caching(terms: Sequence[OuterProducts], cache: int, cost: float) -> bo
     return size <= cache and 60 * numel <= cost
 
 
-def few(term: OuterProducts) -> bool:
-    """Returns True if Gram matrices of all rows are cheaper than grouping by index."""
+def few(term: OuterProducts, most: int) -> bool:
+    """Returns True if Gram matrices of all rows take few multiply-adds."""
     width = 64 + sum(f.shape[2] for f in term.dense)  # 64: passes over the product
     size = term.batch_size * term.length**2
-    return size * width <= _FEW and 3 * size * term.dtype.itemsize <= workspace()
+    return size * width <= most and 3 * size * term.dtype.itemsize <= workspace()
 
 
 # -- sum of terms ----------------------------------------------------------------------
@@ -461,7 +462,7 @@ class GradSample:
         if worth_caching(terms, cache, min(grams, blocks)):
             return self._cache(merged)
         if len(terms) == 1 and terms[0].onehot and len(terms[0].dense) > 1:
-            if not few(terms[0]):
+            if not few(terms[0], _FEW):
                 return _square_by_groups(terms[0])
         if grams > blocks:
             return merged._square_by_blocks()

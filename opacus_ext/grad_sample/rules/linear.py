@@ -10,7 +10,7 @@ from typing import Any, Callable, NamedTuple, Sequence
 import torch
 from torch.nn import functional as F
 
-from opacus_ext.grad_sample.factors import Factor, OneHot
+from opacus_ext.grad_sample.factors import Factor, OneHot, upcast
 from opacus_ext.grad_sample.rules.registry import (
     Op,
     handles,
@@ -123,8 +123,13 @@ class OfLayerNorm(NamedTuple):  # equal for equal layers, so that uses are bundl
         weight, bias = params
         return F.layer_norm(x, self.shape, weight, bias, self.eps)
 
-    def __call__(self, backprops: T, x: T) -> Found:
-        normalized = F.layer_norm(x, self.shape, eps=self.eps).to(backprops.dtype)
+    def __call__(self, backprops: T, x: T, *statistics: T) -> Found:
+        if statistics:
+            mean, rstd = statistics
+            normalized = (x - mean) * rstd
+        else:
+            normalized = F.layer_norm(x, self.shape, eps=self.eps)
+        normalized = normalized.to(backprops.dtype)
         return [((normalized * backprops).flatten(2),), (backprops.flatten(2),)]
 
 
@@ -139,6 +144,37 @@ def layer_norm(
     """Scale and shift ``[*normalized_shape]``."""
     given, dims = OfLayerNorm(tuple(normalized_shape), eps), len(normalized_shape)
     return Op((weight, bias), (input,), given, dims, (dims,), given.whole)
+
+
+def _compiled_layer_norm(*args: Any) -> T:
+    return F.layer_norm(*args)
+
+
+@handles(F.layer_norm)
+def _layer_norm_of(
+    group: Any,
+    func: Callable,
+    input: T,
+    normalized_shape: Sequence[int],
+    weight: T | None = None,
+    bias: T | None = None,
+    eps: float = 1e-5,
+) -> T:
+    """Chooses the rule that saves statistics in compiled code."""
+    func = func if group.eager else _compiled_layer_norm
+    return group.call(func, input, normalized_shape, weight, bias, eps)
+
+
+@register_rule(_compiled_layer_norm)
+def _with_statistics(
+    input: T, shape: Sequence[int], weight: T | None, bias: T | None, eps: float
+) -> Op:
+    """Saves what the compiler computes once for the layer and for the gradients."""
+    x, dims = upcast(input.detach()), len(shape)
+    var, mean = torch.var_mean(x, [*range(-dims, 0)], correction=0, keepdim=True)
+    given: Any = OfLayerNorm(tuple(shape), eps)
+    data = input, mean, torch.rsqrt(var + eps)
+    return Op((weight, bias), data, given, dims, (dims, dims, dims))
 
 
 @handles(F.group_norm)
