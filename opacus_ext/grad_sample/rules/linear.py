@@ -146,35 +146,24 @@ def layer_norm(
     return Op((weight, bias), (input,), given, dims, (dims,), given.whole)
 
 
-def _compiled_layer_norm(*args: Any) -> T:
-    return F.layer_norm(*args)
+def _compiled_layer_norm(*args: Any, **kwargs: Any) -> T:
+    return F.layer_norm(*args, **kwargs)
 
 
 @handles(F.layer_norm)
-def _layer_norm_of(
-    group: Any,
-    func: Callable,
-    input: T,
-    normalized_shape: Sequence[int],
-    weight: T | None = None,
-    bias: T | None = None,
-    eps: float = 1e-5,
-) -> T:
+def _layer_norm_of(group: Any, func: Callable, *args: Any, **kwargs: Any) -> T:
     """Chooses the rule that saves statistics in compiled code."""
-    func = func if group.eager else _compiled_layer_norm
-    return group.call(func, input, normalized_shape, weight, bias, eps)
+    return group.call(func if group.eager else _compiled_layer_norm, *args, **kwargs)
 
 
 @register_rule(_compiled_layer_norm)
-def _with_statistics(
-    input: T, shape: Sequence[int], weight: T | None, bias: T | None, eps: float
-) -> Op:
+def _with_statistics(*args: Any, **kwargs: Any) -> Op:
     """Saves what the compiler computes once for the layer and for the gradients."""
-    x, dims = upcast(input.detach()), len(shape)
-    var, mean = torch.var_mean(x, [*range(-dims, 0)], correction=0, keepdim=True)
-    given: Any = OfLayerNorm(tuple(shape), eps)
-    data = input, mean, torch.rsqrt(var + eps)
-    return Op((weight, bias), data, given, dims, (dims, dims, dims))
+    op: Any = layer_norm(*args, **kwargs)
+    x, axes = upcast(op.data[0].detach()), [*range(-op.event_dims, 0)]
+    var, mean = torch.var_mean(x, axes, correction=0, keepdim=True)
+    data = *op.data, mean, torch.rsqrt(var + op.factors.eps)
+    return op._replace(data=data, data_dims=3 * op.data_dims)
 
 
 @handles(F.group_norm)
