@@ -50,6 +50,7 @@ THOROUGH = (
     "commands_test.py",
     "contributing_test.py",
 )
+LONG = ("tutorials_test.py", "moe_families_test.py", "gpu_benchmark_test.py")
 # Of other libraries' ways to train, which "make test-examples" installs.
 EXAMPLES = ("examples_test.py", "trl_test.py", "vision_test.py")
 collect_ignore = [] if find_spec("trl") else list(EXAMPLES)
@@ -67,8 +68,8 @@ def is_thorough(item):
 
 
 def pytest_collection_modifyitems(items):
-    # Notebooks take longest: the other processes have the rest meanwhile.
-    items.sort(key=lambda item: item.path.name != "tutorials_test.py")
+    # What takes long comes first, and the other processes have the rest meanwhile.
+    items.sort(key=lambda item: item.path.name not in LONG)
     for item in items:
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))

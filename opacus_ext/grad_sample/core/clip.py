@@ -202,7 +202,12 @@ def clipping_factors(
             parameter="clipping",
             remedy="It must give one factor for each norm.",
         )
-    return (factors if bad is None else factors.masked_fill(bad, 0)) / scale
+    return _over(factors if bad is None else factors.masked_fill(bad, 0), scale)
+
+
+def _over(x: T, scale: Any) -> T:
+    """Divides by the scale of the losses, which is 1 but for float16."""
+    return x if isinstance(scale, float) and scale == 1 else x / scale
 
 
 def norms_and_sums(
@@ -217,7 +222,7 @@ def norms_and_sums(
     that are not in the mask ``own``, or whose gradient is not finite, add zero. Without
     ``drop`` the sums are valid only if all norms are finite.
     """
-    norms = group.norms / scale
+    norms = _over(group.norms, scale)
     finite = norms.isfinite()
     bad = ~((finite.all(0) if finite.dim() > 1 else finite) & own)
     if drop:
@@ -311,7 +316,7 @@ class ClippedSum:
 
     def _clip(self, rows: T | None, norms: T) -> tuple[T, T | None]:
         """Returns clipping factors, and a mask of norms that are not finite or None."""
-        norms, bad = self._check_finite(norms / self.scale, rows)
+        norms, bad = self._check_finite(_over(norms, self.scale), rows)
         self._set_norms(rows, norms)
         return clipping_factors(self.clipping, norms, self.scale, bad), bad
 

@@ -201,8 +201,10 @@ class Collector:
     def _add_together(self, uses: list[tuple[ParameterUse, T]]) -> None:
         """Handles n uses of one kind as one use with n times as many samples."""
         n, first = len(uses), uses[0][0]
-        backprops = torch.cat([g for _, g in uses])
-        data = [torch.cat(column) for column in zip(*(use.data for use, _ in uses))]
+        backprops, *data = (uses[0][1], *first.data)
+        if n > 1:
+            columns = zip(*((g, *use.data) for use, g in uses))
+            backprops, *data = map(torch.cat, columns)
         places = [i for i, v in enumerate(first.values) if v is not None]
         found = first._replace(data=data).of(backprops)
         for i, (value, factors) in zip(places, found):

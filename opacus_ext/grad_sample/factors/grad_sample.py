@@ -186,8 +186,9 @@ class OuterProducts(Term):
                 factors.append(OneHot(f.index.reshape(1, -1), f.size))
                 continue
             rows = f.to(dtype)
-            if f is at:
-                rows, at = rows * weights, None
+            if f is at:  # contiguous, so that it need not be copied to be reshaped
+                rows = torch.mul(rows, weights, out=rows.new_empty(rows.shape))
+                at = None
             factors.append(rows.reshape(1, -1, f.shape[2]))
         if len(factors) == 2 and not self.onehot and out is None:
             left, right = factors
@@ -221,8 +222,8 @@ class OuterProducts(Term):
     def squared_norm(self) -> T:
         """Uses products of Gram matrices, or sums of rows with the same index."""
         if self.length == 1:  # the norm of an outer product is the product of norms
-            squares = [square_sum(f.to(self.dtype)) for f in self.dense]
-            return functools.reduce(torch.mul, squares)
+            norms = [f[:, 0].to(self.dtype).norm(dim=1) for f in self.dense]
+            return functools.reduce(torch.mul, norms).square_()
         if by_segments(self) and not few(self, _FEWER):
             rows = self.dense[0].to(self.dtype).flatten(0, 1)
             return square_of_sums(rows, places_of(self.onehot)[0], self.batch_size)

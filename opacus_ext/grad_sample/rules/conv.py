@@ -46,7 +46,8 @@ def conv(
             return None
         padding = [span // 2 for span in spans]
     padding = _each(0 if padding == "valid" else padding, dims)
-    given = OfConv(weight.shape, _each(stride, dims), padding, dilation, groups)
+    settings = _each(stride, dims), padding, dilation, groups
+    given = OfConv(weight.shape, bias is not None, *settings)
     return Op((weight, bias), (input,), given, dims + 1, (dims + 1,), given.whole)
 
 
@@ -59,6 +60,7 @@ class OfConv(NamedTuple):
     """The factors of a weight and bias; settings have one entry a spatial dim."""
 
     shape: torch.Size  # shape of the weight
+    has_bias: bool
     stride: tuple[int, ...]
     padding: tuple[int, ...]
     dilation: tuple[int, ...]
@@ -68,7 +70,7 @@ class OfConv(NamedTuple):
         """Runs the layer for all samples."""
         dims = len(self.stride)
         rows = x.shape[: -1 - dims]
-        y = _FUNCTIONS[dims][0](x.flatten(0, len(rows) - 1), *params, *self[1:])
+        y = _FUNCTIONS[dims][0](x.flatten(0, len(rows) - 1), *params, *self[2:])
         return y.unflatten(0, rows)
 
     def __call__(self, backprops: T, x: T) -> list[tuple]:
@@ -79,12 +81,15 @@ class OfConv(NamedTuple):
         if few and self.groups == 1:
             windows = self.windows(x.flatten(0, 1)).unflatten(0, x.shape[:2])
             factors = (backprops.flatten(3).mT.flatten(1, 2), windows.flatten(1, 2))
+        if not self.has_bias:
+            return [factors]
         return [factors, (upcast(backprops.flatten(3)).sum(3),)]
 
     def windows(self, x: T) -> T:
         """Returns the windows of ``[N, channels, *space]``, one row each."""
         dims = len(self.stride)
-        x = F.pad(x, [n for n in reversed(self.padding) for _ in range(2)])
+        if any(self.padding):  # F.pad copies, even where it adds nothing
+            x = F.pad(x, [n for n in reversed(self.padding) for _ in range(2)])
         for i, (k, s, d) in enumerate(zip(self.shape[2:], self.stride, self.dilation)):
             x = x.unfold(2 + i, d * (k - 1) + 1, s)[..., ::d]
         # Now [N, channels, *out, *kernel], a view.
@@ -104,7 +109,7 @@ class OfConv(NamedTuple):
     def gradient(self, backprops: T, x: T) -> T:
         """Returns the gradient of the weight, summed over ``N`` and all positions."""
         of_weight = _FUNCTIONS[len(self.stride)][1]
-        return of_weight(x, self.shape, backprops, *self[1:])
+        return of_weight(x, self.shape, backprops, *self[2:])
 
 
 class ConvGradients(Term):

@@ -39,7 +39,12 @@ def cross_entropy(
         losses = F.cross_entropy(logits, labels, reduction="none", **kind)
         losses = losses.view(y.shape)
         if reduction != "none":
-            counts = (y != ignore_index).view(len(y), -1).sum(1)
-            losses = losses.view(len(y), -1).sum(1)
-            losses = losses if reduction == "sum" else losses / counts
+            losses = _by_sample(losses)
+        if reduction == "mean":
+            losses = losses / _by_sample(y != ignore_index)
     return group.wrap(losses)
+
+
+def _by_sample(x: T) -> T:
+    """Returns the sum for each sample ``[B]``."""
+    return x.view(len(x)) if x.numel() == len(x) else x.view(len(x), -1).sum(1)
