@@ -87,7 +87,7 @@ def test_rows_of_table_2(row):
 def test_more_epsilon_plans_larger_models(law):
     """Section 4.1, at equal compute; to a point of the lattice."""
     rng, compared, law = np.random.default_rng(0), 0, law()
-    for _ in range(3):
+    for _ in range(2):
         users, epsilon = 10 ** rng.uniform(5, 9), 2 ** rng.uniform(-1, 4.6)
         flops = 10 ** rng.uniform(16, 22, 40)
         less, more = (
@@ -97,7 +97,7 @@ def test_more_epsilon_plans_larger_models(law):
         pairs = [(a, b) for a, b in zip(less, more) if a and b]
         compared += len(pairs)
         assert all(b.parameters > a.parameters / 1.1 for a, b in pairs)
-    assert compared > 75
+    assert compared > 50
 
 
 def test_tokens_for_each_parameter_grow_less_with_more_epsilon():

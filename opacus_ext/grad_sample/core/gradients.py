@@ -201,10 +201,8 @@ class Collector:
     def _add_together(self, uses: list[tuple[ParameterUse, T]]) -> None:
         """Handles n uses of one kind as one use with n times as many samples."""
         n, first = len(uses), uses[0][0]
-        backprops, *data = (uses[0][1], *first.data)
-        if n > 1:
-            columns = zip(*((g, *use.data) for use, g in uses))
-            backprops, *data = map(torch.cat, columns)
+        columns = zip(*((g, *use.data) for use, g in uses))
+        backprops, *data = (c[0] if n == 1 else torch.cat(c) for c in columns)
         places = [i for i, v in enumerate(first.values) if v is not None]
         found = first._replace(data=data).of(backprops)
         for i, (value, factors) in zip(places, found):
