@@ -10,6 +10,7 @@ from opacus import PrivacyEngine
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from opacus_ext.grad_sample.factors import norm_of_each
 from opacus_ext.grad_sample.parallel.sharding import group_of
 from opacus_ext.optimizers.optimizer import ClippingOptimizer
 from opacus_ext.refused import Refused
@@ -140,11 +141,10 @@ class Monitor:
             wide = g.to(torch.promote_types(g.dtype, torch.float32))
             kinds.setdefault(mesh, []).append(wide)
         total = torch.zeros((), dtype=torch.float64, device=grads[0].device)
-        for some in kinds.values():
-            each: Any = torch.stack(
-                [n.to(total.device) for n in torch._foreach_norm(some)]
-            )
-            if isinstance(each, DTensor):  # of shards
+        for mesh, some in kinds.items():
+            found = norm_of_each(some) if mesh is None else torch._foreach_norm(some)
+            each: Any = torch.stack([n.to(total.device) for n in found])
+            if mesh is not None:  # of shards
                 each = each.full_tensor()
             total += each.double().square().sum()
         self._squares = total + torch.as_tensor(self._squares).to(total)

@@ -16,7 +16,6 @@ import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from opacus_ext.data.draws import loader_like
-from opacus_ext.deprecated import renamed
 
 
 class PhysicalBatch(NamedTuple):
@@ -30,9 +29,6 @@ class PhysicalBatch(NamedTuple):
     inputs: Any
     draw: int
     drawn: int = 0
-
-
-__getattr__ = renamed(__name__, {"Part": "PhysicalBatch"})
 
 
 class _Item(NamedTuple):

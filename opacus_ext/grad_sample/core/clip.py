@@ -6,6 +6,7 @@ the clipping factors; :class:`ClippedSum` adds the sums of all groups.
 
 from __future__ import annotations
 
+import functools
 import math
 import warnings
 from typing import Any, Callable, Iterable, Iterator, Sequence
@@ -17,7 +18,10 @@ from opacus_ext.grad_sample.factors import (
     GradSample,
     SharedRows,
     full_precision,
+    norm_of_each,
     rounded_down,
+    sample_norms,
+    square_sum,
     upcast,
     workspace,
 )
@@ -101,7 +105,7 @@ class GroupNorms:
         kind: Any = dict(dtype=self.dtype, device=like.device)
         squares = []
         if self._rows is not None:
-            squares.append(torch.linalg.vector_norm(self._rows, dim=1).square())
+            squares.append(square_sum(self._rows))
         for i, p in enumerate(self.params):
             if i in places:
                 continue
@@ -328,8 +332,8 @@ class ClippedSum:
         dense = [upcast(self._own(p, g)) for p, g in given]
         norms = self.norms.new_zeros(len(self.params), 1)
         if used:
-            found = torch._foreach_norm(dense)
-            norms[used, 0] = torch.stack([n.to(norms) for n in found])
+            found = [n.to(norms) for n in norm_of_each(dense)]
+            norms[used, 0] = torch.stack(found)
         norms = self._whole_norms(norms)
         norms = norms if self.per_parameter else norms.norm(dim=0)
         factors, bad = self._clip(torch.tensor([row], device=norms.device), norms)
@@ -451,6 +455,7 @@ def digest(backprops: T) -> T:
     if backprops.is_complex():
         backprops = torch.view_as_real(backprops)
     flat = upcast(backprops.flatten(1) if backprops.dim() > 1 else backprops[:, None])
-    norm = torch.linalg.vector_norm(flat, dim=1)
     weights = torch.linspace(1, 2, flat.shape[1], dtype=flat.dtype, device=flat.device)
-    return torch.stack([norm, flat @ weights / math.sqrt(max(1, flat.shape[1]))])
+    parts = zip(flat.split(2**20, 1), weights.split(2**20))  # long products round
+    total = functools.reduce(torch.add, (x @ w for x, w in parts))
+    return torch.stack([sample_norms(flat), total / math.sqrt(max(1, flat.shape[1]))])

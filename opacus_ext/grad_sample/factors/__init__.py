@@ -21,7 +21,10 @@ from opacus_ext.grad_sample.factors.rows import (
     OneHot,
     dtype_of,
     full_precision,
+    norm_of_each,
     rounded_down,
+    sample_norms,
+    square_sum,
     tf32_settings,
     upcast,
     workspace,
@@ -29,4 +32,4 @@ from opacus_ext.grad_sample.factors.rows import (
 
 __all__ = ["Factor", "GradSample", "OneHot", "OuterProducts", "SharedRows", "Term"]
 __all__ += ["dtype_of", "full_precision", "rounded_down", "tf32_settings", "upcast"]
-__all__ += ["workspace"]
+__all__ += ["norm_of_each", "sample_norms", "square_sum", "workspace"]

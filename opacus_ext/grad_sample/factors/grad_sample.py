@@ -26,6 +26,7 @@ from opacus_ext.grad_sample.factors.rows import (
     joined,
     product,
     rows_product,
+    sample_norms,
     square_sum,
     steps,
     sums_wide,
@@ -222,7 +223,7 @@ class OuterProducts(Term):
     def squared_norm(self) -> T:
         """Uses products of Gram matrices, or sums of rows with the same index."""
         if self.length == 1:  # the norm of an outer product is the product of norms
-            norms = [f[:, 0].to(self.dtype).norm(dim=1) for f in self.dense]
+            norms = [sample_norms(f[:, 0].to(self.dtype)) for f in self.dense]
             return functools.reduce(torch.mul, norms).square_()
         if by_segments(self) and not few(self, _FEWER):
             rows = self.dense[0].to(self.dtype).flatten(0, 1)

@@ -93,10 +93,31 @@ def steps(size: int, step: int) -> Iterator[tuple[int, int]]:
         yield start, min(start + step, size)
 
 
+#: Squares that torch adds one after another on a CPU, in float32: of 4e7 the norm is
+#: 0.3 % too small, of 4096 it is exact to 1e-7.
+_SQUARES = 4096
+
+
+def sample_norms(x: T) -> T:
+    """Returns the norms ``[B]`` of the samples ``[B, ...]``, in float32 or wider."""
+    x = x if x.dim() == 2 else x.flatten(1)
+    if x.shape[1] > _SQUARES and x.device.type == "cpu":
+        end = x.shape[1] // _SQUARES * _SQUARES
+        parts = x[:, :end].unflatten(1, (-1, _SQUARES))
+        x = torch.cat([torch.linalg.vector_norm(parts, dim=2), x[:, end:]], 1)
+    return torch.linalg.vector_norm(x, dim=1)
+
+
 def square_sum(x: T) -> T:
     """Returns the squared norms ``[B]`` of the samples ``[B, ...]``."""
-    x = x if x.dim() == 2 else x.flatten(1)
-    return torch.linalg.vector_norm(x, dim=1).square_()
+    return sample_norms(x).square_()
+
+
+def norm_of_each(tensors: list[T]) -> list[T]:
+    """Returns the norm of each tensor; all must be float32 or wider."""
+    if any(x.device.type == "cpu" for x in tensors):
+        return [sample_norms(x.reshape(1, -1))[0] for x in tensors]
+    return list(torch._foreach_norm(tensors))
 
 
 # -- memory ----------------------------------------------------------------------------
