@@ -142,6 +142,19 @@ def test_rows_of_a_transposed_output(B, monkeypatch):
     assert_close(got.squared_norm(), squared(dense))
 
 
+def test_weighted_sums_have_gradients():
+    """Of rows that are contiguous or not."""
+    left, right = torch.randn(2, 4, 3).mT.requires_grad_(), torch.randn(2, 3, 5)
+    weights, got = torch.rand(2).requires_grad_(), GradSample(torch.Size([4, 5]), 2)
+    got.add(left, right)
+    loss = (got.weighted_sum(weights) ** 2).sum()
+    expected = (torch.einsum("b,bti,btj->ij", weights, left, right) ** 2).sum()
+    for g, e in zip(
+        *(torch.autograd.grad(x, (left, weights)) for x in (loss, expected))
+    ):
+        torch.testing.assert_close(g, e)
+
+
 @every_structure
 @pytest.mark.parametrize("cache", [None, 0, 2**27])
 def test_dropped_samples_have_zero(axes, kinds, cache):

@@ -47,3 +47,13 @@ def test_cross_entropy(shape, options):
         assert torch.allclose(found.norms[i], grad.norm(), 1e-10)
         total += grad * min(1.0, 0.1 / (grad.norm().item() + 1e-6))
     assert torch.allclose(found.sums["w"], total, 1e-10)
+
+
+def test_an_unknown_reduction_is_torchs_error():
+    x, y, weight = torch.randn(2, 3, V), torch.ones(2, 3).long(), torch.ones(V)
+
+    def loss(sample):
+        return F.cross_entropy(sample[0][0] * weight, sample[1][0], reduction="avg")
+
+    with pytest.raises(ValueError, match="avg is not a valid value"):
+        clipped_grads(loss, {"w": weight.requires_grad_()}, (x, y), 1.0)

@@ -188,8 +188,8 @@ class OuterProducts(Term):
                 continue
             rows = f.to(dtype)
             if f is at:  # contiguous, so that it need not be copied to be reshaped
-                rows = torch.mul(rows, weights, out=rows.new_empty(rows.shape))
-                at = None
+                to = None if torch.is_grad_enabled() else rows.new_empty(rows.shape)
+                rows, at = torch.mul(rows, weights, out=to), None
             factors.append(rows.reshape(1, -1, f.shape[2]))
         if len(factors) == 2 and not self.onehot and out is None:
             left, right = factors

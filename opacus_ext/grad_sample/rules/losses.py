@@ -27,7 +27,8 @@ def cross_entropy(
 ) -> T:
     """Runs torch's kernel for the rows of all samples, if targets are labels."""
     legacy = size_average is not None or reduce is not None
-    by_vmap = weight is not None or legacy or target.is_floating_point()
+    known = reduction in ("none", "mean", "sum")  # others are torch's error
+    by_vmap = weight is not None or legacy or target.is_floating_point() or not known
     samples = group.is_batched(input) and group.is_batched(target)
     if not (group.eager and samples and group.level.innermost) or by_vmap:
         given = weight, size_average, ignore_index, reduce, reduction, label_smoothing

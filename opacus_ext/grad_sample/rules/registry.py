@@ -26,7 +26,7 @@ class Op(NamedTuple):
             one that is left out. The rule is used only if the first is trained.
         data: the data that the factors need, as a sample sees them
         factors: maps ``(backprops, *data)``, each ``[B, T, *event]``, to one tuple of
-            factors for each of ``params``
+            factors for each of ``params``; it must not write to these tensors
         event_dims: number of trailing dims of the output that belong to one row; all
             dims before them become rows
         data_dims: the same for each of ``data``
