@@ -20,7 +20,11 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 
-from opacus_ext.grad_sample.core.clip import GroupNorms, norms_and_sums
+from opacus_ext.grad_sample.core.clip import (
+    GroupNorms,
+    norms_and_sums,
+    safe_norms_and_sums,
+)
 from opacus_ext.grad_sample.factors import GradSample, grad_sample
 from opacus_ext.grad_sample.modes.common import private_model_of
 from opacus_ext.layers import Experts, SwitchFeedForward
@@ -530,15 +534,15 @@ def test_samples_that_are_not_finite(recwarn):
 
 
 def test_what_fills_up_a_program_is_looked_at():
-    """Sums that did not drop it are known to be of no use."""
+    """Sums with a part of it are known to be of no use."""
     p = torch.zeros(2)
     norms = GroupNorms([p], 2)
     rows = torch.tensor([[1.0, 1.0], [math.nan, 0.0]])
     norms.finish({id(p): GradSample(p.shape, 2, rows)})
     own = torch.tensor([True, False])
-    found, _ = norms_and_sums(norms, torch.ones_like, own=own, drop=False)
+    found, _ = norms_and_sums(norms, torch.ones_like, own=own)
     assert not found.isfinite().all()
-    _, (total,) = norms_and_sums(norms, torch.ones_like, own=own)
+    _, (total,) = safe_norms_and_sums(norms, torch.ones_like)
     assert total.tolist() == [1, 1]
 
 

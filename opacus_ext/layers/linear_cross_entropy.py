@@ -197,6 +197,15 @@ class Columns(Term):
         others = (f.masked_fill(samples[:, None, None], 0) for f in self.others)
         return Columns(make, self.shape, self.like, *others)
 
+    def wide(self, samples: T) -> Columns:
+        def make(some: slice, columns: slice) -> T:
+            rows = [self.make(slice(i, i + 1), columns) for i in samples[some].tolist()]
+            return torch.cat(rows).double()
+
+        others = (f[samples.to(f.device)].double() for f in self.others)
+        shape = (len(samples), *self.shape[1:])
+        return Columns(make, shape, self.like.double(), *others)
+
 
 def _steps(x: T, weight: T) -> Iterator[slice]:
     """Rows of ``x`` whose logits fit the workspace."""

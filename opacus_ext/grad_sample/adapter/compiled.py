@@ -7,7 +7,6 @@ slots, and the clipping, which turns these into norms and clipped sums.
 
 from __future__ import annotations
 
-import math
 from contextlib import nullcontext
 from dataclasses import is_dataclass
 from typing import Any, Callable, NamedTuple, Sequence
@@ -26,7 +25,12 @@ from torch.utils._pytree import (
 
 from opacus_ext.clipping import ClippingFunction
 from opacus_ext.grad_sample.adapter.outputs import NotEqual, is_hidden
-from opacus_ext.grad_sample.core.clip import ClippedSum, GroupNorms, norms_and_sums
+from opacus_ext.grad_sample.core.clip import (
+    ClippedSum,
+    GroupNorms,
+    is_finite,
+    norms_and_sums,
+)
 from opacus_ext.grad_sample.core.dynamo import Settings, compile_whole, leave_out
 from opacus_ext.grad_sample.core.gradients import nodes_of
 from opacus_ext.grad_sample.core.group import SampleGroup
@@ -337,9 +341,7 @@ class CompiledGroup:
         group, count = self.traced.group, self.size
         found = torch.autograd.grad(ys, self.traced.slots, gs, allow_unused=True)
         if not isinstance(total, ClippedSum):
-            kept = [[x[:count] for x in data] for data in self.kept]
-            own = [None if g is None else g[:count] for g in found]
-            total.add(rows, group.collect(kept, own, count))
+            self._add_eagerly(total, rows, found)
             return
         clipping: ClippingFunction = total.clipping
         unused = tuple(g is None for g in found)
@@ -357,32 +359,37 @@ class CompiledGroup:
         places = [x.data_ptr() for x in given]
         shared = tuple(map(places.index, places))
 
-        def clipped(drop: bool) -> tuple[T, list[T | None]]:
-            def clip(bound: T, scale: T, own: T, *given: T) -> list[T | None]:
-                rest = iter(given)
-                grads = [None if none else next(rest) for none in unused]
-                kept = [[next(rest) for _ in data] for data in self.kept]
-                norms = GroupNorms(total.params, group.size, clipping.per_parameter)
-                norms.finish(group.collect(kept, grads, group.size, own))
+        def clip(bound: T, scale: T, own: T, *given: T) -> list[T | None]:
+            rest = iter(given)
+            grads = [None if none else next(rest) for none in unused]
+            kept = [[next(rest) for _ in data] for data in self.kept]
+            norms = GroupNorms(total.params, group.size, clipping.per_parameter)
+            norms.finish(group.collect(kept, grads, group.size, own))
 
-                def factors(norms: T) -> T:
-                    return clipping.clipping.factors(norms, bound)
+            def factors(norms: T) -> T:
+                return clipping.clipping.factors(norms, bound)
 
-                found, sums = norms_and_sums(norms, factors, scale, own > 0, drop)
-                return [found, *sums]
+            found, sums = norms_and_sums(norms, factors, scale, own > 0)
+            return [found, *sums]
 
-            clips = self.traced.clips
-            ids = map(id, total.params)
-            kind = unused, shared, clipping.clipping, drop, *ids
+        clips, ids = self.traced.clips, map(id, total.params)
+        kind = unused, shared, clipping.clipping, *ids
+        with torch.no_grad(), full_precision(like.device):
             if kind not in clips:
                 graph = make_fx(clip)(*given)
                 clips[kind] = self.compiled.settings.backend(graph, given)
             norms, *sums = clips[kind](*given)
-            return norms, sums
+            if is_finite(norms):
+                total.add_clipped(rows, norms[..., :count], sums)
+            else:  # rare: some are computed anew, or dropped
+                self._add_eagerly(total, rows, found)
 
-        with torch.no_grad(), full_precision(like.device):
-            norms, sums = clipped(drop=False)
-            finite = math.isfinite(float(norms.sum()))
-            if not finite:  # rare: masks copy all data
-                norms, sums = clipped(drop=True)
-        total.add_clipped(rows, norms[..., :count], sums, finite)
+    def _add_eagerly(self, total: Any, rows: T | None, grads: Sequence[Any]) -> None:
+        """Adds the gradients, given those of the slots, without a compiled program."""
+        kept = [[x[: self.size] for x in data] for data in self.kept]
+        own = [None if g is None else g[: self.size] for g in grads]
+        samples = self.traced.group.collect(kept, own, self.size)
+        if not isinstance(total, ClippedSum):
+            total.add(rows, samples)
+            return
+        total.add(rows, total.group_norms(self.size), samples)

@@ -33,6 +33,8 @@ from opacus_ext.refused import ProcessFailure, Refused, warn_once
 
 T = torch.Tensor
 _OF_OTHERS = OpOverload, OpOverloadPacket, HigherOrderOperator
+# The types of torch's own functions: checking for others, abstract, takes longer.
+_PLAIN = {type(x) for x in (torch.add, T.add, T.__add__, torch.einsum)}
 
 
 class ModelGroup(SampleGroup):
@@ -54,7 +56,8 @@ class ModelGroup(SampleGroup):
     def __torch_function__(
         self, func: Callable, types: Any, args: tuple = (), kwargs: Any = None
     ) -> Any:
-        self.runs_others |= isinstance(func, _OF_OTHERS)
+        if type(func) not in _PLAIN and isinstance(func, _OF_OTHERS):
+            self.runs_others = True
         run = partial(super().__torch_function__, func, types, args, kwargs)
         return self.notes.call(func, args, run)
 

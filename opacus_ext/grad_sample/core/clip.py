@@ -9,18 +9,22 @@ from __future__ import annotations
 import functools
 import math
 import warnings
-from typing import Any, Callable, Iterable, Iterator, Sequence
+from typing import Any, Callable, Iterable, Iterator, NamedTuple, Sequence
 
 import torch
 
 from opacus_ext.grad_sample.core.gradients import SMALL, GradSamples, gradients_of_group
 from opacus_ext.grad_sample.factors import (
+    ROUNDING,
     GradSample,
     SharedRows,
+    Squares,
+    dtype_of,
     full_precision,
     norm_of_each,
     rounded_down,
     sample_norms,
+    scaled_norms,
     square_sum,
     upcast,
     workspace,
@@ -33,7 +37,8 @@ T = torch.Tensor
 class GroupNorms:
     """
     The gradient norms of a group, ``[B]`` or per parameter ``[parameters, B]``, in
-    float32 or wider. With ``keep`` the gradients are kept for the weighted sum.
+    float32 or wider; NaN where rounding may have changed a norm, as large terms have
+    canceled. With ``keep`` the gradients are kept for the weighted sum.
     """
 
     def __init__(
@@ -45,7 +50,7 @@ class GroupNorms:
         self.samples: GradSamples = {}
         self._places: list[int] = []  # parameters whose gradients are concatenated
         self._rows: T | None = None
-        self._squares: dict[int, T] = {}
+        self._squares: dict[int, Squares] = {}
         # Parameters whose uses have one input: the last ones with it, and all.
         self._last: list[tuple[T, GradSample, T]] = []
         self._shared: dict[int, tuple[SharedRows, int]] = {}
@@ -70,7 +75,7 @@ class GroupNorms:
         """Computes the norms of the last parameters with one input, together."""
         last, self._last = self._last, []
         shared = SharedRows([sample for _, sample, _ in last])
-        squares = shared.squared_norm(self._budget) if len(last) > 1 else None
+        squares = shared.squares(self._budget) if len(last) > 1 else None
         if squares is None:
             for p, sample, _ in last:
                 self._square(p, sample)
@@ -80,16 +85,21 @@ class GroupNorms:
             self._wide |= sample.sums_wide
             if not self.keep:
                 sample.clear()
-        self._squares[id(p)] = squares.to(self.params[0].device, self.dtype)
+        self._squares[id(p)] = self._placed(squares)
 
-    def _square(self, p: T, sample: GradSample) -> T:
-        squares = sample.squared_norm(cache=self._budget)
+    def _placed(self, squares: Squares) -> Squares:
+        """Converts squares to the device and dtype of the norms."""
+        values, least = squares
+        kind: Any = self.params[0].device, self.dtype
+        return Squares(values.to(*kind), None if least is None else least.to(*kind))
+
+    def _square(self, p: T, sample: GradSample) -> None:
+        squares = sample.squares(cache=self._budget)
         self._wide |= sample.sums_wide
         self._budget -= sample.cached_bytes
         if not self.keep:
             sample.clear()
-        self._squares[id(p)] = squares.to(self.params[0].device, self.dtype)
-        return self._squares[id(p)]
+        self._squares[id(p)] = self._placed(squares)
 
     def finish(self, samples: GradSamples) -> T:
         """Returns the norms; missing parameters have a gradient of zero."""
@@ -103,19 +113,47 @@ class GroupNorms:
         if self._last:
             self._add_last()
         kind: Any = dict(dtype=self.dtype, device=like.device)
-        squares = []
+        found = []
         if self._rows is not None:
-            squares.append(square_sum(self._rows))
+            found.append(Squares(square_sum(self._rows)))
         for i, p in enumerate(self.params):
             if i in places:
                 continue
             if id(p) in self._squares:
-                squares.append(self._squares[id(p)])
-            elif self.per_parameter or not squares:
-                squares.append(torch.zeros(self.size, **kind))
-        total = torch.stack(squares).clamp_(min=0)  # or NaN where gradients cancel
-        self.norms = (total if self.per_parameter else total.sum(0)).sqrt()
+                found.append(self._squares[id(p)])
+            elif self.per_parameter or not found:
+                found.append(Squares(torch.zeros(self.size, **kind)))
+        squares = torch.stack([x.values for x in found]).clamp_(min=0)
+        if self.per_parameter:
+            zeros = torch.zeros(self.size, **kind)
+            each = [zeros if x.least is None else x.least for x in found]
+            least: T | None = torch.stack(each)
+        else:
+            squares = squares.sum(0)
+            each = [x.least for x in found if x.least is not None]
+            least = torch.stack(each).sum(0) if each else None
+        self._squares_and_least = squares, least
+        self.norms = squares.sqrt()
+        if least is not None:
+            self.norms = self.norms.masked_fill(squares < least, math.nan)
         return self.norms
+
+    @property
+    def norms_from_above(self) -> T:
+        """The norms, with a bound from above where one is uncertain."""
+        squares, least = self._squares_and_least
+        if least is None:
+            return self.norms
+        above = (squares + ROUNDING * least).sqrt()
+        return torch.where(squares < least, above, self.norms)
+
+    def wide(self, p: T, sample: GradSample, samples: T) -> GradSample:
+        """Returns the gradients of some samples, by their indices, in float64."""
+        return sample.wide(samples)
+
+    def exact(self, samples: T, wide: GradSamples) -> ExactGroup:
+        """Returns the exact norms of some samples, given :meth:`wide` of each."""
+        return ExactGroup(self, samples, wide)
 
     def _has(self, p: T) -> bool:
         """Returns True if a parameter's gradients were added."""
@@ -180,6 +218,77 @@ class GroupNorms:
         return slice(None) if any(p is q for q in self.params) else None
 
 
+class ExactGroup:
+    """
+    Some samples of a group, for which norms were uncertain or infinite. Gradients are
+    in float64; norms are those of materialized gradients, without large squares.
+
+    Args:
+        group: norms of all samples
+        samples: the indices of those samples in the group
+        wide: their gradients, from :meth:`GroupNorms.wide`
+
+    Attributes:
+        norms: ``[samples]``, or per parameter ``[parameters, samples]``
+    """
+
+    def __init__(self, group: GroupNorms, samples: T, wide: GradSamples):
+        self.group, self.params = group, group.params
+        self.samples, self.gradients = samples, wide
+        kind: Any = dict(dtype=torch.float64, device=group.params[0].device)
+        norms = torch.zeros(len(self.params), len(samples), **kind)
+        for i, p in enumerate(self.params):
+            if id(p) in wide:
+                norms[i, self._has(p)] = wide[id(p)].exact_norms().to(norms)
+        self.norms = self._of_all(norms)
+
+    def _has(self, p: T) -> Any:
+        """Indexes those of the samples that have gradients of a parameter."""
+        return slice(None)
+
+    def _of_all(self, norms: T) -> T:
+        """Returns the norms, given those of each parameter."""
+        return norms if self.group.per_parameter else scaled_norms(norms.mT)
+
+    def drop(self, bad: T) -> None:
+        """Sets the gradients of the samples of a mask to zero."""
+        for p in self.params:
+            if id(p) in self.gradients:
+                self.gradients[id(p)].drop(bad[self._has(p)])
+
+    def weighted_sums(self, factors: T) -> Iterator[T | None]:
+        """See :meth:`GroupNorms.weighted_sums`."""
+        for i, p in enumerate(self.params):
+            sample = self.gradients.get(id(p))
+            own = factors[i] if factors.dim() > 1 else factors
+            own = own[self._has(p)].to(p.device, torch.float64)
+            yield None if sample is None else sample.weighted_sum(own)
+
+
+class Clipped(NamedTuple):
+    """
+    Clipping factors of a group.
+
+    Attributes:
+        factors: of the norms' shape; 0 for samples that are in ``exact``
+        apart: mask ``[B]`` of the samples in ``exact``; None if there are none
+        exact: what is added in float64, with factors of its own
+    """
+
+    factors: T
+    apart: T | None = None
+    exact: ExactGroup | None = None
+    exact_factors: T | None = None
+
+    def join(self, sums: Iterable[T | None]) -> Iterator[T | None]:
+        """Adds what was computed anew to the sums of the other samples."""
+        if self.exact is None or self.exact_factors is None:
+            yield from sums
+            return
+        for one, two in zip(sums, self.exact.weighted_sums(self.exact_factors)):
+            yield one if two is None else two if one is None else one + two.to(one)
+
+
 def _is_same(x: T, y: T) -> bool:
     """Returns True if two tensors are known to be the same memory."""
     if x is y or torch.compiler.is_compiling():
@@ -192,7 +301,7 @@ def _is_same(x: T, y: T) -> bool:
 
 
 def clipping_factors(
-    clipping: Callable[[T], T], norms: T, scale: Any, bad: T | None
+    clipping: Callable[[T], T], norms: T, scale: Any, bad: T | None = None
 ) -> T:
     """
     Returns clipping factors, divided by ``scale`` and 0 where ``bad``. The norms are
@@ -209,6 +318,17 @@ def clipping_factors(
     return _over(factors if bad is None else factors.masked_fill(bad, 0), scale)
 
 
+def is_finite(norms: T) -> bool:
+    """Returns True if all norms are finite; it waits for the device."""
+    return math.isfinite(float(norms.sum())) or bool(norms.isfinite().all())
+
+
+def _not_finite(norms: T) -> T:
+    """Returns a mask ``[B]`` of the samples with a norm that is not finite."""
+    bad = ~norms.isfinite()
+    return bad.any(0) if bad.dim() > 1 else bad
+
+
 def _over(x: T, scale: Any) -> T:
     """Divides by the scale of the losses, which is 1 but for float16."""
     return x if isinstance(scale, float) and scale == 1 else x / scale
@@ -219,20 +339,31 @@ def norms_and_sums(
     clipping: Callable[[T], T],
     scale: Any = 1.0,
     own: Any = True,
-    drop: bool = True,
 ) -> tuple[T, list[T | None]]:
     """
     Returns the norms and clipped sums of a finished group, in compiled code. Samples
-    that are not in the mask ``own``, or whose gradient is not finite, add zero. Without
-    ``drop`` the sums are valid only if all norms are finite.
+    that are not in the mask ``own`` add zero. The sums are valid only if all norms are
+    finite.
     """
     norms = _over(group.norms, scale)
     finite = norms.isfinite()
     bad = ~((finite.all(0) if finite.dim() > 1 else finite) & own)
-    if drop:
-        group.drop(bad)
-        norms = norms.masked_fill(bad, math.inf)
     factors = group.rounded(clipping_factors(clipping, norms, scale, bad))
+    return norms, list(group.weighted_sums(factors))
+
+
+def safe_norms_and_sums(
+    group: GroupNorms, clipping: Callable[[T], T]
+) -> tuple[T, list[T | None]]:
+    """
+    Returns the norms and clipped sums of a finished group, in compiled code that no
+    eager code follows. A norm that is uncertain is replaced by a bound from above, and
+    a gradient that is not finite adds zero.
+    """
+    bad = _not_finite(group.norms_from_above)
+    group.drop(bad)
+    norms = group.norms_from_above.masked_fill(bad, math.inf)
+    factors = group.rounded(clipping_factors(clipping, norms, 1.0, bad))
     return norms, list(group.weighted_sums(factors))
 
 
@@ -305,24 +436,47 @@ class ClippedSum:
     @torch.no_grad()
     def add(self, rows: T | None, group: GroupNorms, samples: GradSamples) -> None:
         """Adds the gradients of a group."""
-        factors, bad = self._clip(rows, group.finish(samples))
-        if bad is not None:
-            group.drop(bad)
-        self._add(group.weighted_sums(group.rounded(factors)))
+        norms, params = group.finish(samples), {id(p): p for p in self.params}
 
-    def add_clipped(
-        self, rows: T | None, norms: T, sums: list[T | None], finite: bool
-    ) -> None:
-        """Adds sums that were clipped with these norms."""
-        norms = norms if finite else self._check_finite(norms, rows)[0]
+        def exact(at: T) -> ExactGroup:
+            pairs = samples.items()
+            wide = {i: group.wide(params[i], x, at) for i, x in pairs if i in params}
+            return group.exact(at, wide)
+
+        clipped = self._clip(rows, norms, exact)
+        if clipped.apart is not None:
+            group.drop(clipped.apart)
+        sums = group.weighted_sums(group.rounded(clipped.factors))
+        self._add(clipped.join(sums))
+
+    def add_clipped(self, rows: T | None, norms: T, sums: list[T | None]) -> None:
+        """Adds sums that were clipped with these norms, which are finite."""
         self._set_norms(rows, norms)
         self._add(sums)
 
-    def _clip(self, rows: T | None, norms: T) -> tuple[T, T | None]:
-        """Returns clipping factors, and a mask of norms that are not finite or None."""
-        norms, bad = self._check_finite(_over(norms, self.scale), rows)
+    def _clip(
+        self, rows: T | None, norms: T, exact: Callable[[T], ExactGroup]
+    ) -> Clipped:
+        """
+        Returns clipping factors. The norms that are not finite are computed anew by
+        ``exact``, which is given the indices of their samples.
+        """
+        norms = _over(norms, self.scale)
+        if is_finite(norms):
+            self._set_norms(rows, norms)
+            return Clipped(clipping_factors(self.clipping, norms, self.scale))
+        apart = _not_finite(norms)
+        (at,) = apart.nonzero(as_tuple=True)
+        found = exact(at)
+        norms = norms.clone()
+        norms[..., at] = _over(found.norms, self.scale).to(norms)
+        norms, bad = self._check_finite(norms, rows)
         self._set_norms(rows, norms)
-        return clipping_factors(self.clipping, norms, self.scale, bad), bad
+        factors = clipping_factors(self.clipping, norms, self.scale, bad)
+        if bad is not None:
+            found.drop(bad[at])
+        own = factors[..., at]
+        return Clipped(factors.masked_fill(apart, 0), apart, found, own)
 
     @torch.no_grad()
     def add_one(self, row: int, by_id: dict[int, T]) -> None:
@@ -330,18 +484,29 @@ class ClippedSum:
         used = [i for i, p in enumerate(self.params) if id(p) in by_id]
         given = [(self.params[i], by_id[id(self.params[i])]) for i in used]
         dense = [upcast(self._own(p, g)) for p, g in given]
-        norms = self.norms.new_zeros(len(self.params), 1)
-        if used:
-            found = [n.to(norms) for n in norm_of_each(dense)]
-            norms[used, 0] = torch.stack(found)
-        norms = self._whole_norms(norms)
+        norms, bad = self._norms_alone(used, norm_of_each(dense)), None
+        rows = torch.tensor([row], device=norms.device)
         norms = norms if self.per_parameter else norms.norm(dim=0)
-        factors, bad = self._clip(torch.tensor([row], device=norms.device), norms)
+        if not is_finite(norms):  # squares may be too large
+            each = [scaled_norms(g.double().reshape(1, -1))[0] for g in dense]
+            norms = self._norms_alone(used, each)
+            norms = norms if self.per_parameter else scaled_norms(norms.mT)
+            norms, bad = self._check_finite(norms, rows)
+        self._set_norms(rows, norms)
+        factors = clipping_factors(self.clipping, norms, self.scale, bad)
         if bad is not None:
             used, dense = [], []
         if self.per_parameter:
             dense = [g * factors[i, 0].to(g) for i, g in zip(used, dense)]
         self._add_dense(used, dense, 1.0 if self.per_parameter else float(factors[0]))
+
+    def _norms_alone(self, used: list[int], each: list[T]) -> T:
+        """Returns norms ``[parameters, 1]``, given those of the used parameters."""
+        dtype = dtype_of(self.norms.dtype, *(n.dtype for n in each))
+        norms = self.norms.new_zeros(len(self.params), 1, dtype=dtype)
+        if used:
+            norms[used, 0] = torch.stack([n.to(norms) for n in each])
+        return _over(self._whole_norms(norms), self.scale)
 
     def _own(self, p: T, grad: T) -> T:
         """Returns what this process has of a parameter's gradient."""
@@ -365,7 +530,7 @@ class ClippedSum:
         return sums_by_name(dict(zip(self.names, self.params)), self._totals)
 
     def _set_norms(self, rows: T | None, norms: T) -> None:
-        total = norms.norm(dim=0) if norms.dim() > 1 else norms
+        total = scaled_norms(norms.mT) if norms.dim() > 1 else norms
         if rows is None:
             self.norms = total.to(self.norms)
         else:
@@ -373,12 +538,9 @@ class ClippedSum:
 
     def _check_finite(self, norms: T, rows: T | None) -> tuple[T, T | None]:
         """Makes norms that are not finite infinite; returns their mask, or None."""
-        if math.isfinite(float(norms.sum())):
+        bad = _not_finite(norms)
+        if not bool(bad.any()):
             return norms, None
-        finite = norms.isfinite()
-        if bool(finite.all()):  # only their sum is infinite
-            return norms, None
-        bad = ~(finite.all(0) if norms.dim() > 1 else finite)
         at = bad.nonzero()[:, 0] if rows is None else rows[bad.to(rows.device)]
         what = f"The gradient of sample {int(at[0])} is not finite"
         advice = (

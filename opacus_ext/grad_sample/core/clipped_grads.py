@@ -14,7 +14,7 @@ from opacus_ext.grad_sample.core.clip import (
     ClippedSum,
     DenseGrads,
     GroupNorms,
-    norms_and_sums,
+    safe_norms_and_sums,
     sums_by_name,
 )
 from opacus_ext.grad_sample.core.gradients import (
@@ -458,7 +458,7 @@ def _clipped_traced(
         grads, (losses, aux, kept) = grad(first.make_slots())
         group = GroupNorms(values, size, getattr(clipping, "per_parameter", False))
         group.finish(first.collect(kept, grads, size))
-        norms, sums = norms_and_sums(group, clipping)
+        norms, sums = safe_norms_and_sums(group, clipping)
         norms = norms.norm(dim=0) if norms.dim() > 1 else norms
     found = tree_unflatten(aux, specs[0]) if aux else None
     return ClippedGrads(sums_by_name(params, sums), norms, losses, found)

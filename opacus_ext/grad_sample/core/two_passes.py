@@ -12,8 +12,12 @@ from typing import Any
 
 import torch
 
-from opacus_ext.grad_sample.core.clip import ClippedSum, digest
-from opacus_ext.grad_sample.core.gradients import ParameterUse, gradients_of_group
+from opacus_ext.grad_sample.core.clip import ClippedSum, ExactGroup, digest
+from opacus_ext.grad_sample.core.gradients import (
+    GradSamples,
+    ParameterUse,
+    gradients_of_group,
+)
 from opacus_ext.grad_sample.factors import GradSample
 from opacus_ext.refused import Refused
 
@@ -33,10 +37,26 @@ class TwoPassSum(ClippedSum):
 
         one_pass: Any = functools.partial(gradients_of_group, group, *given)
         samples, _ = one_pass(done=norms.add, seen=note)
-        with torch.no_grad():
-            factors, bad = self._clip(rows, norms.finish(samples))
-            factors = norms.rounded(factors)
         by_id = {id(p): i for i, p in enumerate(self.params)}
+
+        def exact(at: T) -> ExactGroup:
+            """Runs a pass for the samples whose norms are uncertain."""
+            wide: GradSamples = {}
+
+            def keep(p: T, sample: GradSample) -> None:
+                if id(p) in by_id and norms.rows_of(p) is not None:
+                    wide[id(p)] = norms.wide(p, sample, at)
+                sample.clear()
+
+            samples, _ = one_pass(done=keep, seen=lambda use, backprops: None)
+            for p in self.params:
+                if id(p) in samples and id(p) not in wide:
+                    keep(p, samples[id(p)])
+            return norms.exact(at, wide)
+
+        with torch.no_grad():
+            clipped = self._clip(rows, norms.finish(samples), exact)
+            factors = norms.rounded(clipped.factors)
         differ: list[T] = []  # for each use in the second pass: True if it differs
         sums: dict[int, T] = {}
 
@@ -46,8 +66,8 @@ class TwoPassSum(ClippedSum):
         def add(p: T, sample: GradSample) -> None:
             own = norms.rows_of(p)
             if own is not None:
-                if bad is not None:
-                    sample.drop(bad[own])
+                if clipped.apart is not None:
+                    sample.drop(clipped.apart[own])
                 weights = factors[by_id[id(p)]] if factors.dim() > 1 else factors
                 sums[id(p)] = sample.weighted_sum(weights[own].to(p.device))
             sample.clear()
@@ -64,7 +84,8 @@ class TwoPassSum(ClippedSum):
                 '"ghost" computes norms in one and the sum in the other.',
                 remedy='Use grad_sample_mode="ghost_bk" or "hooks".',
             )
-        self._add([sums.get(id(p)) for p in self.params])
+        with torch.no_grad():
+            self._add(clipped.join([sums.get(id(p)) for p in self.params]))
         return of_inputs
 
 

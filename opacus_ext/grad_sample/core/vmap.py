@@ -76,9 +76,10 @@ class Outside:
         _functorch.push_dynamic_layer_stack(self.layer)
 
 
-def saved_tensor_hooks() -> tuple | None:
-    """Returns autograd's saved-tensor hooks, which activation checkpointing sets."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(True)
+#: Returns autograd's saved-tensor hooks, which activation checkpointing sets, or None.
+saved_tensor_hooks: Callable[[], tuple | None] = functools.partial(
+    torch._C._autograd._top_saved_tensors_default_hooks, True
+)
 
 
 def cache_kept() -> ContextManager:

@@ -17,13 +17,16 @@ from opacus_ext.grad_sample.factors.grad_sample import (
     Term,
 )
 from opacus_ext.grad_sample.factors.rows import (
+    ROUNDING,
     Factor,
     OneHot,
+    Squares,
     dtype_of,
     full_precision,
     norm_of_each,
     rounded_down,
     sample_norms,
+    scaled_norms,
     square_sum,
     tf32_settings,
     upcast,
@@ -32,4 +35,5 @@ from opacus_ext.grad_sample.factors.rows import (
 
 __all__ = ["Factor", "GradSample", "OneHot", "OuterProducts", "SharedRows", "Term"]
 __all__ += ["dtype_of", "full_precision", "rounded_down", "tf32_settings", "upcast"]
-__all__ += ["norm_of_each", "sample_norms", "square_sum", "workspace"]
+__all__ += ["Squares", "norm_of_each", "sample_norms", "scaled_norms", "square_sum"]
+__all__ += ["ROUNDING", "workspace"]

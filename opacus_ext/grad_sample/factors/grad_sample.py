@@ -18,15 +18,19 @@ from opacus_ext.grad_sample.factors.rows import (
     Beside,
     Factor,
     OneHot,
+    Squares,
+    added,
     cut,
     dtype_of,
     entries,
     full_precision,
     inner,
     joined,
+    least_of_entries,
     product,
     rows_product,
     sample_norms,
+    scaled_norms,
     square_sum,
     steps,
     sums_wide,
@@ -73,12 +77,20 @@ class Term:
         """Returns ``sum_b weights[b] * gradient[b]``, added to ``out`` if given."""
         raise NotImplementedError
 
-    def squared_norm(self) -> T:
-        """Returns the squared norms ``[B]``."""
+    def squares(self) -> Squares:
+        """Returns the squared norms."""
+        raise NotImplementedError
+
+    def size(self) -> T:
+        """Returns a bound ``[B]`` of the sum of the norms of the rows' products."""
         raise NotImplementedError
 
     def without(self, samples: T) -> Term:
         """Returns a term with zeros for the samples of a mask ``[B]``."""
+        raise NotImplementedError
+
+    def wide(self, samples: T) -> Term:
+        """Returns the gradients of some samples, by their indices, in float64."""
         raise NotImplementedError
 
     def resolved(self) -> OuterProducts:
@@ -220,15 +232,29 @@ class OuterProducts(Term):
     def resolved(self) -> OuterProducts:
         return self
 
-    def squared_norm(self) -> T:
+    def wide(self, samples: T) -> OuterProducts:
+        factors = [cut(f, samples.to(self.device)) for f in self.factors]
+        for i, f in enumerate(factors):
+            factors[i] = f if isinstance(f, OneHot) else f.double()
+        return OuterProducts(*factors)
+
+    def squares(self) -> Squares:
         """Uses products of Gram matrices, or sums of rows with the same index."""
         if self.length == 1:  # the norm of an outer product is the product of norms
             norms = [sample_norms(f[:, 0].to(self.dtype)) for f in self.dense]
-            return functools.reduce(torch.mul, norms).square_()
+            return Squares(functools.reduce(torch.mul, norms).square_())
         if by_segments(self) and not few(self, _FEWER):
             rows = self.dense[0].to(self.dtype).flatten(0, 1)
-            return square_of_sums(rows, places_of(self.onehot)[0], self.batch_size)
+            places, _ = places_of(self.onehot)
+            squares = square_of_sums(rows, places, self.batch_size)
+            return Squares(squares, least_of_entries(self.size(), self.dtype))
         return inner(self.factors, None, self.dtype)
+
+    def size(self) -> T:
+        norms = [sample_norms(f.to(self.dtype)) for f in self.dense]
+        if len(norms) == 1:
+            norms[0] = norms[0] * math.sqrt(self.length)
+        return functools.reduce(torch.mul, norms)
 
     def part(self, shape: torch.Size, samples: slice, rows: slice) -> OuterProducts:
         some = [cut(f, samples) for f in self.factors]
@@ -431,35 +457,49 @@ class GradSample:
 
     def squared_norm(self, cache: int = 0) -> T:
         """
-        Returns squared norms ``[B]``, in float32 or wider, which rounding may make
-        negative where gradients cancel. It chooses the cheapest way under
-        :func:`workspace`: Gram matrices, sums over segments of equal index, or
-        per-sample gradients materialized block by block.
+        Returns squared norms ``[B]``, in float32 or wider; see :meth:`squares`. Those
+        that rounding may have changed are computed anew, by :meth:`exact_norms`.
 
         Args:
             cache: bytes that materialized gradients may occupy until
                 :meth:`weighted_sum`; ``cached_bytes`` is the number used
         """
-        if not self._terms:
-            return self._zeros(self.batch_size)
-        with full_precision(self._terms[0].device):
-            return self._squared_norm(cache)
+        values, least = self.squares(cache)
+        if least is not None:
+            (at,) = (values < least).nonzero(as_tuple=True)
+            if len(at):
+                values[at] = self.wide(at).exact_norms().square().to(values)
+        return values
 
-    def _squared_norm(self, cache: int) -> T:
+    def squares(self, cache: int = 0) -> Squares:
+        """
+        Returns squared norms, in float32 or wider. It chooses the cheapest way under
+        :func:`workspace`: Gram matrices, sums over segments of equal index, or
+        per-sample gradients materialized block by block. See :meth:`squared_norm`.
+        """
+        if not self._terms:
+            return Squares(self._zeros(self.batch_size))
+        with full_precision(self._terms[0].device):
+            return self._squares(cache)
+
+    def _squares(self, cache: int) -> Squares:
         if not all(isinstance(t, OuterProducts) for t in self._terms):
             if self.batch_size * self.numel * self._dtype.itemsize <= cache:
                 return self._cache(self)
             if not self._by_parts and len(self._terms) == 1:
-                return self._terms[0].squared_norm()
+                return self._terms[0].squares()
         if self._by_parts:
-            squares = self._zeros(self.batch_size)
+            values, least = self._zeros(self.batch_size), self._zeros(self.batch_size)
             for samples, _, part in self._slices():
-                squares[samples] += part.squared_norm()
-            return squares
+                found = part.squares()
+                values[samples] += found.values
+                if found.least is not None:
+                    least[samples] += found.least
+            return Squares(values, least)
         merged = self._merged() if len(self._terms) > 1 else self
         terms: Sequence[OuterProducts] = merged._terms
         if len(terms) == 1 and terms[0].length == 1:
-            return terms[0].squared_norm()
+            return terms[0].squares()
         grams, blocks = of_grams(terms), of_blocks(terms)
         if worth_caching(terms, cache, min(grams, blocks)):
             return self._cache(merged)
@@ -467,16 +507,37 @@ class GradSample:
             if not few(terms[0], _FEW):
                 return _square_by_groups(terms[0])
         if grams > blocks:
-            return merged._square_by_blocks()
-        each = [t.squared_norm() for t in terms]
+            size = functools.reduce(torch.add, [t.size() for t in terms])
+            values = sum(square_sum(x.materialize()) for _, _, x in merged._blocks())
+            return Squares(values, least_of_entries(size, self._dtype))
+        each = [t.squares() for t in terms]
         for i, u in enumerate(terms):
             for v in terms[:i]:
-                each.append(2 * inner(u.factors, v.factors, self._dtype))
-        return functools.reduce(torch.add, each)
+                both = inner(u.factors, v.factors, self._dtype)
+                each += [both, both]  # u with v, and v with u
+        return added(each)
+
+    def exact_norms(self) -> T:
+        """Returns the norms ``[B]`` of materialized gradients, however large."""
+        norms = self._zeros(self.batch_size)
+        if self._by_parts:
+            parts = self._slices()
+        else:
+            terms = [t.resolved() for t in self._terms]
+            parts = _sum_of(terms, self.shape, self.batch_size)._blocks()
+        for samples, _, part in parts:
+            found = scaled_norms(part.materialize().flatten(1))
+            norms[samples] = torch.hypot(norms[samples], found)
+        return norms
 
     def drop(self, samples: T) -> None:
         """Sets the gradients of the samples of a mask ``[B]`` to zero."""
         self._terms = [t.without(samples) for t in self._terms]
+
+    def wide(self, samples: T) -> GradSample:
+        """Returns the gradients of some samples, by their indices, in float64."""
+        terms = [t.wide(samples) for t in self._terms]
+        return _sum_of(terms, self.shape, len(samples))
 
     def clear(self) -> None:
         """Drops the gradients."""
@@ -494,14 +555,14 @@ class GradSample:
         """Returns terms, one-hot ones last: these only touch some entries."""
         return sorted(self._terms, key=lambda t: len(t.onehot))
 
-    def _cache(self, same: GradSample) -> T:
+    def _cache(self, same: GradSample) -> Squares:
         """Replaces the terms by materialized gradients; returns squared norms."""
         flat = same.materialize().flatten(1)
         self._terms = [OuterProducts(flat.unsqueeze(1))]
         self.cached_bytes = flat.numel() * flat.dtype.itemsize
-        if self.mask is None:
-            return square_sum(flat)
-        return square_sum(flat * self.mask.to(flat.device)[:, None])  # see Collector
+        if self.mask is not None:
+            flat = flat * self.mask.to(flat.device)[:, None]  # see Collector
+        return Squares(square_sum(flat))
 
     def _merged(self) -> GradSample:
         """Concatenates terms of one kind, which leaves fewer pairs of terms."""
@@ -513,7 +574,8 @@ class GradSample:
         merged = [OuterProducts(*map(joined, columns)) for columns in each]
         return _sum_of(merged, self.shape, self.batch_size)
 
-    def _square_by_blocks(self) -> T:
+    def _blocks(self) -> Iterator[tuple[slice, slice, GradSample]]:
+        """Yields some rows of the parameter, which are cheap to materialize."""
         first, bound = self._terms[0], workspace()
         if first.device.type == "cpu":
             bound = min(bound, _CPU_CACHE)
@@ -522,8 +584,7 @@ class GradSample:
         size = self.batch_size * self.numel
         count = max(4 if several and size > _SMALL else 1, size * 8 // bound)
         step = max(1, math.ceil(self.shape[0] / count))
-        parts = self._parts(step, self.batch_size)
-        return sum(square_sum(part.materialize()) for _, _, part in parts)
+        yield from self._parts(step, self.batch_size)
 
     # -- parts -------------------------------------------------------------------------
 
@@ -585,10 +646,10 @@ class SharedRows:
     def _dtype(self) -> torch.dtype:
         return dtype_of(*(x.dtype for x in self._terms))
 
-    def squared_norm(self, cache: int) -> T | None:
+    def squares(self, cache: int) -> Squares | None:
         """
-        Returns the sum of squared norms ``[B]``; None if they are cheaper one by one.
-        See :meth:`GradSample.squared_norm`.
+        Returns the sum of squared norms; None if they are cheaper one by one. See
+        :meth:`GradSample.squares`.
         """
         terms = self._terms
         for x in terms:
@@ -611,22 +672,24 @@ class SharedRows:
             return [x.dense[0].to(dtype).flatten(0, 1).mT @ rows for x in terms]
 
 
-def _square_by_groups(term: OuterProducts) -> T:
-    """Returns squared norms ``[B]`` from groups of rows with the same place."""
+def _square_by_groups(term: OuterProducts) -> Squares:
+    """Returns squared norms from groups of rows with the same place."""
     places, size = places_of(term.onehot)
     dense = [f.flatten(0, 1) for f in term.dense]
     count = term.batch_size * size
-    squares = torch.ops.opacus_ext.square_by_place(dense, places, count)
-    return squares.view(term.batch_size, size).sum(1)
+    both = torch.ops.opacus_ext.square_by_place(dense, places, count)
+    return Squares(*both.view(2, term.batch_size, size).sum(2))
 
 
 @kernel("square_by_place")
 def _square_by_place(dense: Sequence[T], places: T, count: int) -> T:
-    """Returns the squared norm of each place, see places.py."""
+    """Returns the squared norm of each place, and its least, see places.py."""
     shape = torch.Size(f.shape[1] for f in dense)
-    squares = places.new_zeros(count, dtype=dtype_of(*(f.dtype for f in dense)))
+    found = places.new_zeros(2, count, dtype=dtype_of(*(f.dtype for f in dense)))
     for keys, group in groups_of(dense, places):
         each = GradSample(shape, len(group[0]))
         each.add(*group)
-        squares[keys] = each.squared_norm().to(squares)
-    return squares
+        for into, x in zip(found, each.squares()):
+            if x is not None:
+                into[keys] = x.to(into)
+    return found

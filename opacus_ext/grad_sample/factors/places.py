@@ -7,8 +7,8 @@ the data, so a compiler can't look inside these ops: it knows shapes and derivat
 - ``grouped_linear``: ``x[t] @ weight[places[t]]``, see rules/experts.py
 - ``sum_by_place``: for each place the sum over its rows of ``left[t] (x) right[t]``,
   ``[count, left, right]``
-- ``square_by_place``: the squared norm of such a sum, ``[count]``, for any number of
-  factors; its kernel is in grad_sample.py
+- ``square_by_place``: the squared norm of such a sum, and what rounding may change,
+  ``[2, count]``, for any number of factors; its kernel is in grad_sample.py
 
 Rows are ``[rows, width]``, and places ``[rows]``.
 """
@@ -235,4 +235,4 @@ def _(left: T, right: T, places: T, count: int) -> T:
 
 @torch.library.register_fake("opacus_ext::square_by_place", lib=library)
 def _(dense: Sequence[T], places: T, count: int) -> T:
-    return places.new_empty(count, dtype=dtype_of(*(f.dtype for f in dense)))
+    return places.new_empty(2, count, dtype=dtype_of(*(f.dtype for f in dense)))

@@ -9,7 +9,8 @@ import torch
 
 from opacus_ext.grad_sample.adapter.model import ModelGroup, PrivateModel
 from opacus_ext.grad_sample.adapter.outputs import Leaf
-from opacus_ext.grad_sample.core.clip import ClippedSum, GroupNorms
+from opacus_ext.grad_sample.core.clip import ClippedSum, ExactGroup, GroupNorms
+from opacus_ext.grad_sample.core.gradients import GradSamples
 from opacus_ext.grad_sample.core.groups import why
 from opacus_ext.grad_sample.core.two_passes import TwoPassSum
 from opacus_ext.grad_sample.factors import GradSample
@@ -128,7 +129,7 @@ class ParallelNorms(GroupNorms):
         if id(p) in self._part_of:
             self._part_of[id(p)].add(p, sample)
 
-    def finish(self, samples: dict[int, GradSample]) -> T:
+    def finish(self, samples: GradSamples) -> T:
         """The norms, by one sum over all processes."""
         like, size = self.params[0], self.processes.batch_size
         each = like.new_zeros(len(self.params), size, dtype=self.dtype)
@@ -150,6 +151,15 @@ class ParallelNorms(GroupNorms):
         for _, rows, part in self.parts:
             part.drop(bad[rows])
 
+    def wide(self, p: T, sample: GradSample, samples: T) -> GradSample:
+        """See :class:`~core.clip.GroupNorms`."""
+        rows = self.rows_of(p) or slice(0, 0)
+        return sample.wide(samples[_within(samples, rows)] - rows.start)
+
+    def exact(self, samples: T, wide: GradSamples) -> ExactGroup:
+        """See :class:`~core.clip.GroupNorms`."""
+        return _ParallelExact(self, samples, wide)
+
     def rows_of(self, p: T) -> slice | None:
         """See :class:`~core.clip.GroupNorms`."""
         found = (rows for at, rows, _ in self.parts for i in at if self.params[i] is p)
@@ -163,6 +173,28 @@ class ParallelNorms(GroupNorms):
             for i, total in zip(at, part.weighted_sums(own)):
                 found[i] = total
         return iter(found)
+
+
+def _within(samples: T, rows: slice) -> T:
+    """Returns a mask of the samples whose indices are in a slice."""
+    return (samples >= rows.start) & (samples < rows.stop)
+
+
+class _ParallelExact(ExactGroup):
+    """Some samples of all processes, of which each knows a part."""
+
+    group: ParallelNorms
+
+    def _has(self, p: T) -> T:
+        return _within(self.samples, self.group.rows_of(p) or slice(0, 0))
+
+    def _of_all(self, norms: T) -> T:
+        squares = self.group.processes.sum(norms.square().sum(0))
+        total = squares.sqrt()
+        self.group.total[self.samples] = total.to(self.group.total)
+        if self.group.per_parameter:
+            return norms.masked_fill(~total.isfinite(), torch.inf)
+        return total
 
 
 class ParallelSum(ClippedSum):

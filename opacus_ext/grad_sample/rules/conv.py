@@ -7,6 +7,7 @@ computes it (:class:`ConvGradients`).
 
 from __future__ import annotations
 
+import math
 from typing import Iterator, NamedTuple, Sequence, Union
 
 import torch
@@ -14,7 +15,13 @@ from torch.nn import functional as F
 from torch.nn import grad
 
 from opacus_ext.grad_sample.factors import Term, dtype_of, upcast, workspace
-from opacus_ext.grad_sample.factors.rows import square_sum, steps
+from opacus_ext.grad_sample.factors.rows import (
+    Squares,
+    least_of_entries,
+    sample_norms,
+    square_sum,
+    steps,
+)
 from opacus_ext.grad_sample.rules.registry import Op, register_rule
 
 T = torch.Tensor
@@ -136,8 +143,18 @@ class ConvGradients(Term):
         new = (torch.cat([first, *others]) if others else first).to(dtype)
         return new if out is None else out.add_(new.view_as(out))
 
-    def squared_norm(self) -> T:
-        return torch.cat([square_sum(upcast(g)) for g in self._parts()])
+    def squares(self) -> Squares:
+        values = torch.cat([square_sum(upcast(g)) for g in self._parts()])
+        return Squares(values, least_of_entries(self.size(), self.dtype))
+
+    def size(self) -> T:
+        norms = [sample_norms(upcast(x)) for x in (self.backprops, self.x)]
+        windows = self.conv.shape[2:].numel()  # the most that an entry is in
+        return norms[0] * norms[1] * math.sqrt(windows)
+
+    def wide(self, samples: T) -> Term:
+        both = (x[samples.to(x.device)].double() for x in (self.backprops, self.x))
+        return ConvGradients(self.conv, *both)
 
     def weighted_sum(self, weights: T, dtype: torch.dtype, out: T | None = None) -> T:
         weights = weights.to(dtype).view((-1,) + (1,) * (self.x.dim() - 1))
