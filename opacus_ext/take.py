@@ -1,17 +1,23 @@
 """Ready-made functions for ``make_private(take=...)`` and ``clipped_grads(take=...)``.
 
 Each is called as ``take(inputs, i)`` and gives sample ``i`` of what can't be cut along
-a dim, as a batch of one; it raises IndexError where there is none. ``inputs`` are the
-positional arguments of the model, a tuple, or those by keyword, a dict.
+a dim, as a batch of one. ``take.size(inputs)`` is the number of samples; None if all
+share these inputs. ``inputs`` are the positional arguments of the model, a tuple, or
+those by keyword, a dict.
+
+A function of your own without ``size`` raises IndexError behind the last sample. An
+IndexError of a sample in the middle of a batch is refused.
 """
 
 from __future__ import annotations
 
-from typing import Any, List
+from typing import Any, List, Optional, Set
 
 import torch
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 from torch.utils._pytree import tree_leaves, tree_map
+
+from opacus_ext.refused import Refused
 
 T = torch.Tensor
 
@@ -25,9 +31,8 @@ def items(inputs: Any, i: int) -> Any:
         >>> [x.shape for x in items((sequences,), 1)[0]]
         [torch.Size([5, 2])]
     """
-    values = inputs.values() if isinstance(inputs, dict) else inputs
-    if not any(isinstance(x, (list, tuple, dict)) for x in values):
-        return _item(inputs, i)  # *args, each a sample
+    if _are_samples(inputs):
+        return _item(inputs, i)
 
     def own(x: Any) -> Any:
         """The sample's part."""
@@ -36,6 +41,35 @@ def items(inputs: Any, i: int) -> Any:
     if isinstance(inputs, dict):
         return {key: own(x) for key, x in inputs.items()}
     return tuple(map(own, inputs))
+
+
+def _are_samples(inputs: Any) -> bool:
+    """True for ``*args``, each a sample."""
+    if isinstance(inputs, dict):
+        return False
+    return not any(isinstance(x, (list, tuple, dict)) for x in inputs)
+
+
+def _size_of_items(inputs: Any) -> Optional[int]:
+    if _are_samples(inputs):
+        return len(inputs)
+    values = inputs.values() if isinstance(inputs, dict) else inputs
+    lists = [x for x in values if isinstance(x, (list, tuple, dict))]
+    tensors = [x for x in values if isinstance(x, T) and x.dim()]
+    return _one_size({len(x) for x in lists or tensors})
+
+
+def _one_size(sizes: Set[int]) -> Optional[int]:
+    if len(sizes) > 1:
+        raise Refused(
+            f"The inputs hold {', '.join(map(str, sorted(sizes)))} samples.",
+            parameter="take",
+            remedy="Give lists of one length, an item for each sample.",
+        )
+    return min(sizes, default=None)
+
+
+items.size = _size_of_items  # type: ignore[attr-defined]
 
 
 def _item(x: Any, i: int) -> Any:
@@ -63,8 +97,6 @@ def bags(inputs: Any, i: int) -> Any:
     given = list(inputs.values()) if named else list(inputs)
     values, offsets, *rest = given
     ends = [*offsets.tolist(), len(values)]
-    if i >= len(offsets):
-        raise IndexError(i)
     own = slice(ends[i], ends[i + 1])
     found: List[Any] = [values[own], offsets.new_zeros(1)]
     for x in rest:
@@ -72,6 +104,14 @@ def bags(inputs: Any, i: int) -> Any:
             x = x[own] if len(x) == len(values) else x[i : i + 1]
         found.append(x)
     return dict(zip(inputs, found)) if named else tuple(found)
+
+
+def _size_of_bags(inputs: Any) -> int:
+    _, offsets, *_ = inputs.values() if isinstance(inputs, dict) else inputs
+    return len(offsets)
+
+
+bags.size = _size_of_bags  # type: ignore[attr-defined]
 
 
 def packed(inputs: Any, i: int) -> Any:
@@ -85,11 +125,7 @@ def packed(inputs: Any, i: int) -> Any:
         >>> packed((sequences,), 1)[0].batch_sizes
         tensor([1])
     """
-    leaves = tree_leaves(inputs, is_leaf=lambda x: isinstance(x, PackedSequence))
-    first = next(x for x in leaves if isinstance(x, PackedSequence))
-    size = int(first.batch_sizes[0]) if len(first.batch_sizes) else 0
-    if i >= size:
-        raise IndexError(i)
+    size = _size_of_packed(inputs)
 
     def own(x: Any) -> Any:
         """The sequence, or the sample's part of a tensor."""
@@ -104,3 +140,12 @@ def packed(inputs: Any, i: int) -> Any:
         return x[i : i + 1] if x.dim() and len(x) == size else x
 
     return tree_map(own, inputs, is_leaf=lambda x: isinstance(x, PackedSequence))
+
+
+def _size_of_packed(inputs: Any) -> Optional[int]:
+    leaves = tree_leaves(inputs, is_leaf=lambda x: isinstance(x, PackedSequence))
+    packs = [x.batch_sizes for x in leaves if isinstance(x, PackedSequence)]
+    return _one_size({int(x[0]) if len(x) else 0 for x in packs})
+
+
+packed.size = _size_of_packed  # type: ignore[attr-defined]

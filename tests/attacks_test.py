@@ -4,16 +4,31 @@ What one record more or less moves in a sum without noise is at most the bound. 
 case moved it by more, silently, before it was mended.
 """
 
+import contextlib
 import copy
+import dataclasses
+import math
 from typing import Any, Callable, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from opacus_ext import clipped_grads
+import opacus_ext
+from opacus_ext import Refused, clipped_grads
+from opacus_ext.grad_sample.core.values import set_apart
 from tests.adapter.common import EVERY_MODE
-from tests.common import make_private, net, norms_of, oracle, trainable
+from tests.common import (
+    assert_same,
+    clipped_sum,
+    make_private,
+    net,
+    norms_of,
+    oracle,
+    square_loss,
+    trainable,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 C = 1.0
@@ -41,14 +56,15 @@ def moved(call: Callable[[Any], dict], batch: Any, size: int) -> float:
     return max(distance(whole, call(without(batch, i))) for i in range(size))
 
 
-def in_mode(model, batch, loss_fn, mode):
+def in_mode(model, batch, loss_fn, mode, size=None):
     """A function of a batch: the clipped sums of one step of a mode."""
+    size = size or len(batch if isinstance(batch, torch.Tensor) else batch[0])
 
     def call(some):
         fresh = copy.deepcopy(model)
-        private = make_private(fresh, mode, batch_size=len(batch), max_grad_norm=C)
+        private = make_private(fresh, mode, batch_size=size, max_grad_norm=C)
         private.step(some, loss_fn)
-        return {n: p.grad * len(batch) for n, p in trainable(fresh).items()}
+        return {n: p.grad * size for n, p in trainable(fresh).items()}
 
     return call
 
@@ -103,26 +119,34 @@ def opposite(*shape: int) -> torch.Tensor:
 
 # By name: losses ``[B]`` of a model with one layer, the layer, and a batch of three.
 CANCELING = {
-    "linear": (difference, lambda: nn.Linear(256, 256, bias=False), pairs(256)),
-    "images": (siamese, lambda: nn.Linear(256, 64), 300 + torch.randn(3, 2, 256)),
+    "linear": (difference, lambda: nn.Linear(256, 256, bias=False), lambda: pairs(256)),
+    "images": (
+        siamese,
+        lambda: nn.Linear(256, 64),
+        lambda: 300 + torch.randn(3, 2, 256),
+    ),
     "two layers": (
         difference,
         lambda: nn.Sequential(nn.Linear(8, 32), nn.Linear(32, 16)),
-        pairs(8),
+        lambda: pairs(8),
     ),
-    "rows": (alternating, lambda: nn.Linear(64, 64), pairs(1, 64).repeat(1, 4, 1, 1)),
-    "convolution": (difference, lambda: nn.Conv1d(8, 8, 3), pairs(8, 9)),
+    "rows": (
+        alternating,
+        lambda: nn.Linear(64, 64),
+        lambda: pairs(1, 64).repeat(1, 4, 1, 1),
+    ),
+    "convolution": (difference, lambda: nn.Conv1d(8, 8, 3), lambda: pairs(8, 9)),
     "recurrent": (
         recurrent,
         lambda: nn.GRU(8, 16, batch_first=True),
-        pairs(5, 8, size=1.0, gap=1e-4),
+        lambda: pairs(5, 8, size=1.0, gap=1e-4),
     ),
-    "tied": (tied, lambda: nn.Embedding(4, 8), 1 + 1e-3 * torch.randn(3, 4, 8)),
-    "looked up": (looked_up, lambda: nn.Embedding(5000, 8), opposite(64, 8)),
+    "tied": (tied, lambda: nn.Embedding(4, 8), lambda: 1 + 1e-3 * torch.randn(3, 4, 8)),
+    "looked up": (looked_up, lambda: nn.Embedding(5000, 8), lambda: opposite(64, 8)),
     "huge": (
         lambda m, x: m.layer(x).sum(1),
         lambda: nn.Linear(4, 3),
-        torch.tensor([[1e25], [1.0], [2.0]]).expand(3, 4),
+        lambda: torch.tensor([[1e25], [1.0], [2.0]]).expand(3, 4),
     ),
 }
 
@@ -135,7 +159,7 @@ def output(model, batch):
 @pytest.mark.parametrize("name", CANCELING)
 def test_norms_of_terms_that_cancel(name, mode):
     then, layer, batch = CANCELING[name]
-    model = net(then, layer=layer)()
+    model, batch = net(then, layer=layer)(), batch()
     private = make_private(copy.deepcopy(model), mode, batch_size=3, max_grad_norm=C)
     found = []
     private.optimizer.observers += (Observer(found),)
@@ -160,7 +184,9 @@ def test_norms_that_cancel_in_any_dtype(dtype):
     assert moved(sums, 1e6 * batch, 3) <= C * 1.001
 
 
-@pytest.mark.parametrize("backend", ["eager", "inductor"])
+@pytest.mark.parametrize(
+    "backend", ["eager", pytest.param("inductor", marks=pytest.mark.thorough)]
+)
 def test_norms_that_cancel_in_compiled_code(backend):
     """A norm that is not certain is replaced by a bound from above."""
     layer, batch = nn.Linear(64, 32), pairs(64)
@@ -192,3 +218,343 @@ class Observer(NamedTuple):
 
     def observe(self, norms):
         self.found.extend(norms)
+
+
+# -- samples alone ---------------------------------------------------------------------
+
+
+def weight(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, dtype=torch.double, requires_grad=True)
+
+
+def check(loss: Callable, batch: Callable[[], Any], take: Any = None) -> None:
+    """
+    Compares ``clipped_grads`` of a loss ``(sample, w)`` with each sample alone;
+    ``batch`` makes a new one each time, as the loss may write to it.
+    """
+    w, size = weight(4, 4), len(batch()[0])
+
+    def same():
+        torch.manual_seed(0)
+        return batch()
+
+    rows = []
+    for i in range(size):
+        given = same()
+        alone = take(given, i) if take else tuple(x[i : i + 1].clone() for x in given)
+        rows.append(torch.autograd.grad(loss(alone, w), w)[0])
+    norms = torch.stack(rows).flatten(1).norm(dim=1)
+    expected = (
+        (C / (norms + 1e-6)).clamp(max=1)[:, None, None] * torch.stack(rows)
+    ).sum(0)
+    found = clipped_grads(lambda s: loss(s, w), {"w": w}, same(), C, take=take)
+    torch.testing.assert_close(found.norms, norms)
+    torch.testing.assert_close(found.sums["w"], expected)
+
+
+class Opaque(torch.autograd.Function):
+    """Runs one sample after the other."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad
+
+
+def caught(s):
+    try:
+        return int(s)
+    except Exception:
+        return 0
+
+
+def caught_bare(s):
+    try:
+        return s.item()
+    except:  # noqa: E722
+        return 0
+
+
+def suppressed(s):
+    with contextlib.suppress(Exception):
+        return s.tolist()[0]
+    return 0
+
+
+def returned(s):
+    found = 0
+    try:
+        found = 5 * bool(s > 3)
+    finally:
+        return found
+
+
+def as_array(s):
+    try:
+        return int(np.asarray(s.detach())[0])
+    except Exception:
+        return 0
+
+
+def selected(s):
+    try:
+        return len(s.nonzero())
+    except RuntimeError:
+        return 0
+
+
+def of_kernel(s):
+    """An error of torch's own under vmap, and not of a sample alone."""
+    try:
+        return torch.nested.as_nested_tensor([s])[0].sum()
+    except Exception:
+        return 0
+
+
+ASKED = (caught, caught_bare, suppressed, returned, as_array, selected, of_kernel)
+
+
+def numbered(size: int = 5):
+    return torch.randn(size, 4).double(), torch.arange(size) * 2
+
+
+@pytest.mark.parametrize("ask", ASKED)
+def test_answers_that_code_catches(ask):
+    check(lambda s, w: (s[0] @ w).sum() * (1 + ask(s[1])), numbered)
+
+
+@pytest.mark.parametrize("mode", EVERY_MODE)
+@pytest.mark.parametrize("ask", ASKED[::2])
+def test_answers_that_a_model_catches(ask, mode):
+    model = net(lambda m, x: m.fc(x) * (1 + ask(x[:, 3])), fc=(4, 3))().double()
+    batch = torch.randn(5, 4).double()
+    batch[:, 3] = 2 * torch.arange(5)
+    expected = clipped_sum(oracle(model, batch, square_loss), "flat", C)
+    assert_same(in_mode(model, batch, square_loss, mode)(batch), expected, 1e-8)
+
+
+def test_answers_that_a_criterion_catches():
+    def criterion(y, k):
+        assert len(y) == 1  # it knows no batches, to which it could be compared
+        return y.square().sum() * (1 + caught(k))
+
+    model, batch = nn.Linear(4, 3).double(), numbered()
+    private = make_private(model, "ghost_bk", batch_size=5, criterion=criterion, lr=0.0)
+    expected = oracle(model, batch, lambda m, b: criterion(m(b[0]), b[1])[None])
+    private.criterion(private.module(batch[0]), batch[1]).backward()
+    got = {n: p.grad for n, p in trainable(model).items()}
+    assert_same(got, clipped_sum(expected, "flat", C), 1e-8)
+
+
+def keeps(s, w):
+    x, keep = s
+    keep &= x.max() < 10
+    return (Opaque.apply(x) @ w).sum() * keep.double().sum()
+
+
+def keeps_at_once(s, w):
+    x, keep = s
+    keep &= x.max() < 10
+    return (x @ w).sum() * keep.double().sum()
+
+
+def halves(s, w):
+    s[0].div_(2)
+    return (Opaque.apply(s[0]) @ w).square().sum()
+
+
+def triples(s, w):
+    s[1].mul_(3)
+    return (Opaque.apply(s[0]) @ w).square().sum()
+
+
+def outlier():
+    x = torch.arange(24.0).view(6, 4).double() / 24
+    x[0] = 100
+    return x
+
+
+def shifted(make=torch.tensor):
+    data = np.arange(28.0).reshape(7, 4) / 28
+    data = make(data)
+    return data[:-1], data[1:]
+
+
+OVERLAPPING = {
+    "expanded": (keeps, lambda: (outlier(), torch.ones(1, 1).bool().expand(6, 1))),
+    "at once": (keeps_at_once, lambda: (outlier(), torch.ones(1).bool().expand(6, 1))),
+    "windows": (halves, lambda: (torch.randn(9).double().unfold(0, 4, 1),)),
+    "strided": (halves, lambda: (torch.randn(9).double().as_strided((6, 4), (1, 1)),)),
+    "shifted": (triples, shifted),
+    "arrays": (triples, lambda: tuple(map(torch.from_numpy, shifted(np.array)))),
+}
+
+
+@pytest.mark.parametrize("name", OVERLAPPING)
+def test_samples_that_share_memory(name):
+    check(*OVERLAPPING[name])
+
+
+@pytest.mark.parametrize("mode", ["hooks", "ghost_bk", "scan"])
+@pytest.mark.parametrize("opaque", [True, False])
+def test_inputs_that_share_memory(mode, opaque):
+    """Windows of a sequence, which the model divides."""
+
+    def then(m, x):
+        x.div_(2)
+        return Opaque.apply(m.fc(x)) if opaque else m.fc(x)
+
+    model = net(then, fc=(4, 3))().double()
+    batch = torch.randn(9).double().unfold(0, 4, 1)
+    expected = clipped_sum(oracle(model, batch.clone(), square_loss), "flat", C)
+    assert_same(in_mode(model, batch, square_loss, mode)(batch), expected, 1e-8)
+
+
+def test_memory_is_copied_only_where_samples_share_it():
+    """Next tokens, and parts of one tensor, are views as they were."""
+    ids, dim = torch.arange(24).view(4, 6), [0, 0]
+    for pair in ((ids[:, :-1], ids[:, 1:]), ids.split(3, 1), (ids, ids)):
+        copies = set_apart(pair, dim)
+        assert all(x.data_ptr() == y.data_ptr() for x, y in zip(pair, copies))
+    time_first = set_apart([ids], [1])
+    assert time_first[0].data_ptr() == ids.data_ptr()
+    mask = torch.ones(4, 1).expand(4, 5)  # of each sample by itself
+    assert set_apart([mask], [0])[0].data_ptr() == mask.data_ptr()
+
+
+def by_index(batch, i):
+    if i == 3:
+        raise IndexError("of a table")
+    return batch[i][None]
+
+
+def by_iterator(batch, i):
+    return batch[i][None] if i != 3 else next(iter([]))
+
+
+def without_rows(batch, i):
+    return batch[i : i + 1] if i != 3 else batch[:0]
+
+
+def last_fails(batch, i):
+    if i == 5:
+        raise IndexError("of a table")
+    return batch[i][None]
+
+
+@pytest.mark.parametrize("take", [by_index, by_iterator, without_rows, last_fails])
+@pytest.mark.parametrize("kind", [list, torch.stack])
+def test_a_sample_that_fails_ends_no_batch(take, kind):
+    w, rows = weight(4, 4), list(torch.randn(6, 4).double())
+    if kind is list and take is without_rows:
+        pytest.skip("an item of a list has no rows to leave out")
+    with pytest.raises(Refused, match="take"):
+        clipped_grads(lambda s: (s @ w).sum(), {"w": w}, kind(rows), C, take=take)
+
+
+def test_the_number_of_samples_is_that_of_take():
+    def take(batch, i):
+        return table[batch[i]][None]
+
+    w, table = weight(4, 4), torch.randn(3, 4).double()
+    take.size = len
+    with pytest.raises(IndexError):
+        clipped_grads(lambda s: (s @ w).sum(), {"w": w}, [0, 1, 2, 3], C, take=take)
+    found = clipped_grads(lambda s: (s @ w).sum(), {"w": w}, [0, 1, 2], C, take=take)
+    assert len(found.norms) == 3
+
+
+def test_ready_made_functions_know_the_number():
+    rows = [torch.randn(n, 4).double() for n in (1, 2, 3)]
+    model = net(
+        lambda m, xs, flag=False: torch.stack([m.fc(x).sum(0) for x in xs]), fc=(4, 2)
+    )().double()
+    private = make_private(model, "ghost_bk", batch_size=3, take=opacus_ext.take.items)
+    private.step(rows, lambda model, xs: model(xs, flag=True).square().sum(1))
+    assert len(private.handle.per_sample_gradient_norms) == 3
+
+
+@dataclasses.dataclass
+class Alike:
+    """Objects that print alike, and call themselves equal."""
+
+    k: int
+
+    def __repr__(self):
+        return "Alike()"
+
+    def __eq__(self, other):
+        return True
+
+    def __hash__(self):
+        return 0
+
+
+ALIKE = {
+    "objects": [Alike(i) for i in range(5)],
+    "arrays": [np.full(2000, float(i)) for i in range(5)],
+    "lists": [[i] for i in range(5)],
+    "sets": [frozenset([Alike(i)]) for i in range(5)],
+    "zeros": [0.0, -0.0, 0.0, -0.0, 1.0],
+    "ones": [1, True, 1.0, 2, 2.0],
+    "slices": [slice(0, 1), slice(False, 1), slice(0, 1.0), slice(0, 2), slice(0, 1)],
+}
+
+
+def number_of(value):
+    """A number that tells apart what is compared by type and bits."""
+    if isinstance(value, Alike):
+        return value.k
+    if isinstance(value, (np.ndarray, list, frozenset)):
+        return number_of(next(iter(value)))
+    if isinstance(value, slice):
+        return number_of(value.start) + 7 * number_of(value.stop)
+    kinds = {bool: 3.0, int: 5.0}
+    return math.copysign(2, value) + kinds.get(type(value), 0.0) + value
+
+
+@pytest.mark.parametrize("name", ALIKE)
+def test_values_that_seem_equal(name):
+    def take(batch, i):
+        return batch[0][i : i + 1], batch[1][i]
+
+    x = torch.randn(5, 4).double()
+    check(
+        lambda s, w: (s[0] @ w).sum() * number_of(s[1]), lambda: (x, ALIKE[name]), take
+    )
+
+
+@pytest.mark.parametrize("mode", ["hooks", "ghost_bk", "scan"])
+@pytest.mark.parametrize(
+    "values", [[0.0, -0.0, 1.0], [math.nan, 0.0, math.nan]], ids=["zeros", "nan"]
+)
+def test_numbers_that_seem_equal(values, mode):
+    """The sign of a zero is an answer."""
+
+    def sign(x):
+        return 20 + 19 * math.copysign(1, x.item())
+
+    model = net(lambda m, x: m.fc(x[:, :3]) * sign(x[:, 3]), fc=(3, 3))().double()
+    batch = torch.randn(3, 4).double()
+    batch[:, 3] = torch.tensor(values)
+    expected = clipped_sum(oracle(model, batch, square_loss), "flat", C)
+    assert_same(in_mode(model, batch, square_loss, mode)(batch), expected, 1e-8)
+
+
+@pytest.mark.parametrize("value", [-0.0, 1])
+def test_state_that_seems_equal(value):
+    """A forward that sets an attribute by data, to what is equal to what was there."""
+
+    def then(m, x):
+        y = m.fc(x) * (2 + math.copysign(1, m.kept))
+        m.kept = value if x.detach().sum() > 0 else m.kept
+        return y
+
+    model = net(then, fc=(4, 3), kept=abs(float(value)))().double()
+    private = make_private(model, "ghost_bk", batch_size=3)
+    with pytest.raises(Refused, match="kept"):
+        for _ in range(2):
+            private.step(torch.ones(3, 4).double(), square_loss)

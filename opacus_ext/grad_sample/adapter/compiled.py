@@ -36,6 +36,7 @@ from opacus_ext.grad_sample.core.gradients import nodes_of
 from opacus_ext.grad_sample.core.group import SampleGroup
 from opacus_ext.grad_sample.core.groups import Samples, why
 from opacus_ext.grad_sample.core.traced import TracedGroup
+from opacus_ext.grad_sample.core.values import key_of
 from opacus_ext.grad_sample.core.vmap import is_batched, modes_above, without_modes
 from opacus_ext.grad_sample.factors import full_precision
 from opacus_ext.grad_sample.rules import NotAtOnce
@@ -236,7 +237,7 @@ def _other(x: Any) -> Any:
 
 def _signature(returned: list[Any], group: TracedGroup) -> str:
     """Describes the outputs and uses of a forward, which must not change."""
-    return " ".join([str(x) for x in returned[0][0]]) + "; " + group.signature()
+    return " ".join([repr(x) for x in returned[0][0]]) + "; " + group.signature()
 
 
 class _Group(TracedGroup):
@@ -257,14 +258,14 @@ def padded(size: int) -> int:
 
 def _kind(samples: Samples, training: bool) -> tuple:
     """Describes samples, without their number."""
-    leaves = (
-        (
-            (x.shape[1:] if own else x.shape, x.dtype, x.device)
-            if isinstance(x, T)
-            else repr(x)
-        )
-        for x, own in zip(samples.leaves, samples.by_sample)
-    )
+    leaves: list[Any] = []
+    for x, own in zip(samples.leaves, samples.by_sample):
+        if isinstance(x, T):
+            leaves.append((x.shape[1:] if own else x.shape, x.dtype, x.device))
+            continue
+        leaves.append(key_of(x))
+        if leaves[-1] is None:
+            raise NotCompiled(f"an input is a {type(x).__name__}, whose value may vary")
     return training, str(samples.spec), tuple(samples.by_sample), *leaves
 
 

@@ -14,6 +14,7 @@ from opacus_ext.grad_sample.adapter.outputs import NotEqual
 from opacus_ext.grad_sample.adapter.state import State
 from opacus_ext.grad_sample.core.group import SampleGroup
 from opacus_ext.grad_sample.core.groups import Samples, in_groups
+from opacus_ext.grad_sample.core.values import set_apart
 from opacus_ext.refused import Refused
 
 T = torch.Tensor
@@ -89,6 +90,10 @@ class SampleCriterion:
             by_sample.append(own and (x.requires_grad or (kind, i) not in self._tables))
             if by_sample[i]:
                 samples[i] = x.unflatten(dim, tokens).movedim(dim, 0)
+        places = [i for i, own in enumerate(by_sample) if own]
+        tensors = set_apart([samples[i] for i in places], [0] * len(places))
+        for i, x in zip(places, tensors):
+            samples[i] = x
         return Samples(None, samples, by_sample, spec, size)
 
     def _losses(self, samples: Samples) -> T:
@@ -109,8 +114,7 @@ class SampleCriterion:
             group = SampleGroup((), some.size)
             with group.level:
                 sample = some.tree(group.wrap)
-                with group:
-                    loss = call(sample)
+                loss = group.watch(lambda: call(sample))
                 found.append((some.rows, group.inner(loss)))
 
         def alone(some: Samples, i: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from contextlib import nullcontext, suppress
+from functools import partial
 from typing import Any, Callable, ContextManager, NamedTuple, Sequence
 
 import torch
@@ -246,8 +247,8 @@ class ForwardRecord:
         inside = InsideLoss(self.inside, group) if self.inside is not None else None
         with group.level:
             sample = samples.tree(group.wrap)
-            with group, self._eagerly(), self.model.called_by(inside):
-                output = self.call(sample)
+            with self._eagerly(), self.model.called_by(inside):
+                output = group.watch(partial(self.call, sample))
             returned = read_output(output, group.read, samples.rows, samples.size)
             del sample, output
             self._check_state(

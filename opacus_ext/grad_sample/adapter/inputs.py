@@ -23,6 +23,7 @@ from torch.utils._pytree import TreeSpec, keystr, tree_leaves, tree_unflatten
 from opacus_ext.grad_sample.adapter.outputs import flatten
 from opacus_ext.grad_sample.adapter.state import PLAIN
 from opacus_ext.grad_sample.core.groups import Samples, samples_of
+from opacus_ext.grad_sample.core.values import set_apart
 from opacus_ext.refused import Refused
 
 T = torch.Tensor
@@ -114,7 +115,7 @@ class InputReader:
     def read(self, call: Call, args: tuple, kwargs: dict) -> Inputs:
         """Finds the samples of ``call((args, kwargs))``, or refuses it."""
         if self.take is not None:
-            samples, size = samples_of((args, kwargs), self._taken)
+            samples, size = samples_of((args, kwargs), _of_both(self.take))
             if samples:  # without data, as it is kept
                 self._zeros = samples[0].select(torch.arange(0)).zeros
             return Inputs(samples, size, [], self._zeros, (args, kwargs))
@@ -134,13 +135,6 @@ class InputReader:
             self._check_lists(call, given, reading)
             self._learn(given, reading, sure=False)
         return self._inputs(given, reading)
-
-    def _taken(self, given: Any, i: int) -> Any:
-        args, kwargs = given
-        return (
-            tuple(self.take(args, i)) if args else (),
-            dict(self.take(kwargs, i)) if kwargs else {},
-        )
 
     def _no_zeros(self, value: int = 0) -> NoReturn:
         self._refuse(
@@ -486,14 +480,13 @@ class InputReader:
     def _inputs(self, given: Given, reading: Reading) -> Inputs:
         leaves, trained = list(given.leaves), []
         by_sample = [False] * len(leaves)
-        for (i, _, x), d in zip(given.tensors, reading.dims):
-            if d is None:
-                continue
+        pairs = zip(given.tensors, reading.dims)
+        cut = [(i, x, d) for (i, _, x), d in pairs if d is not None]
+        tensors = [x.detach() for _, x, _ in cut]
+        for (i, x, d), own in zip(cut, set_apart(tensors, [d for *_, d in cut])):
             if x.requires_grad:
-                leaf = x.detach().requires_grad_()
-                trained.append((x, leaf))
-                x = leaf
-            leaves[i] = x.movedim(d, 0).unsqueeze(1 + d)
+                trained.append((x, own.requires_grad_()))
+            leaves[i] = own.movedim(d, 0).unsqueeze(1 + d)
             by_sample[i] = True
         for name, x, own in zip(given.names, leaves, by_sample):
             if isinstance(x, T) and not own and x.requires_grad:
@@ -506,6 +499,32 @@ class InputReader:
         samples = Samples(None, leaves, by_sample, given.spec, reading.size)
         whole = tree_unflatten(given.leaves, given.spec)
         return Inputs([samples], reading.size, trained, samples.zeros, whole)
+
+
+def _of_both(take: Take) -> Take:
+    """Takes samples of positional and of keyword arguments."""
+
+    def both(given: Any, i: int) -> Any:
+        args, kwargs = given
+        return (
+            tuple(take(args, i)) if args else (),
+            dict(take(kwargs, i)) if kwargs else {},
+        )
+
+    def size(given: Any) -> int:
+        found = {getattr(take, "size")(part) for part in given if part} - {None}
+        if len(found) != 1:
+            raise Refused(
+                f"The arguments by position and by keyword hold {sorted(found)} "
+                "samples.",
+                parameter="take",
+                remedy="Give as many samples in both.",
+            )
+        return min(found)
+
+    if hasattr(take, "size"):
+        vars(both)["size"] = size
+    return both
 
 
 def _whole(x: T) -> T:

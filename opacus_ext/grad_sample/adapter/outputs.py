@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import operator
 from typing import Any, Callable, NamedTuple, NoReturn, Sequence
 
 import numpy as np
@@ -18,6 +17,7 @@ from torch.utils._pytree import (
 )
 
 from opacus_ext.grad_sample.adapter.state import PLAIN, holds_data
+from opacus_ext.grad_sample.core.values import are_same, as_bits
 from opacus_ext.grad_sample.core.vmap import will_run
 from opacus_ext.refused import Refused
 
@@ -156,7 +156,8 @@ def _tensor(
             f"has shape {tuple(shape)} for a sample alone, where dim "
             f"{record.model.batch_dim} should be the batch dim"
         )
-    if record.size and bool((every == every[:1]).all()):
+    bits = as_bits(every)
+    if record.size and bool((bits == bits[:1]).all()):
         return every[0], None
     return None, "differs from sample to sample"
 
@@ -176,13 +177,10 @@ def _dim(record: Any, name: str, shape: torch.Size) -> int | None:
 def _shared(values: list[Any]) -> tuple[Any, str | None]:
     """Returns the value that all samples share, or the reason for none."""
     first = values[0]
-    equal: Callable = operator.eq
-    if isinstance(first, (T, np.ndarray)):
-        equal = torch.equal if isinstance(first, T) else np.array_equal
-    elif is_hidden(first):
+    if not isinstance(first, (T, np.ndarray)) and is_hidden(first):
         return None, f"is a {type(first).__name__}, which may hold values of samples"
-    same = (x is first or type(x) is type(first) and equal(x, first) for x in values)
-    return first, None if all(same) else "differs from sample to sample"
+    same = all(are_same(x, first) for x in values)
+    return first, None if same else "differs from sample to sample"
 
 
 def is_hidden(x: Any) -> bool:

@@ -29,6 +29,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from opacus_ext.grad_sample.core.groups import READING
+from opacus_ext.grad_sample.core.values import are_same, have_same_bits
 from opacus_ext.grad_sample.core.vmap import is_batched
 from opacus_ext.grad_sample.rules import HANDLERS
 
@@ -261,7 +262,7 @@ def _view(x: T) -> Any:
 def _holds_still(x: T, copy: T) -> bool:
     """True if a tensor's entries equal an earlier copy of its :func:`_view`."""
     view = _view(x)
-    return view is not None and view.shape == copy.shape and torch.equal(view, copy)
+    return view is not None and have_same_bits(view, copy)
 
 
 def _join(name: str, key: str) -> str:
@@ -281,7 +282,7 @@ def _flat(places: list[Any]) -> list[Any]:
 def _same(new: Mapping, old: Mapping) -> bool:
     """True if both hold the same objects, or equal plain values."""
     return new.keys() == old.keys() and all(
-        x is y or type(x) is type(y) and type(x) in _QUICK and x == y
+        x is y or type(x) is type(y) and type(x) in _QUICK and are_same(x, y)
         for x, y in ((x, old[key]) for key, x in new.items())
     )
 
@@ -291,7 +292,7 @@ def _equal(new: Any, old: Any) -> bool:
     if new is old or type(new) is not type(old):
         return new is old
     if isinstance(new, PLAIN):
-        return bool(new == old)
+        return are_same(new, old)
     if not isinstance(new, _CONTAINERS):
         return False
     new, old = _entries(new), _entries(old)

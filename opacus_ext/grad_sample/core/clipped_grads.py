@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, Callable, Mapping, NamedTuple
 
 import torch
@@ -325,8 +326,7 @@ class _Losses:
         group = self.group(self.params, samples.size)
         with torch.enable_grad(), group.level:
             sample = samples.tree(group.wrap)
-            with group:
-                found, spec = _loss_and_aux(self.loss(sample))
+            found, spec = _loss_and_aux(group.watch(partial(self.loss, sample)))
             losses, *aux = map(group.inner, found)
             del sample, found
         with no_autocast():

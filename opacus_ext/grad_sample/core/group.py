@@ -23,6 +23,7 @@ from opacus_ext.grad_sample.core.gradients import (
     ParameterValue,
     of_copies,
 )
+from opacus_ext.grad_sample.core.values import as_bits
 from opacus_ext.grad_sample.core.vmap import (
     Level,
     Outside,
@@ -32,6 +33,7 @@ from opacus_ext.grad_sample.core.vmap import (
     saved_tensor_hooks,
 )
 from opacus_ext.grad_sample.rules import HANDLERS, RULES, NotAtOnce, Op
+from opacus_ext.refused import Refused
 
 T = torch.Tensor
 _unsafe_view = torch.ops.aten._unsafe_view.default
@@ -64,6 +66,8 @@ class SampleGroup(TorchFunctionMode):
         self.size = size
         self.uses: list[ParameterUse] = []
         self.read_data = False  # True if the code has read a value of the data
+        #: What an op has raised, as the code may catch it; see :meth:`watch`.
+        self.signal: Exception | None = None
         self._values: dict[int, ParameterValue] = {}
         self._copies: dict[int, T] = {}
         self.level = Level(size)
@@ -89,12 +93,10 @@ class SampleGroup(TorchFunctionMode):
         self.read_data = True
         with self.outside():
             values = self.level.unwrap(x).detach()
-            flat = values.reshape(self.size, -1)
+            flat = as_bits(values.reshape(self.size, -1))
             if bool((flat == flat[:1]).all()):
                 return values[0]
             answers = torch.unique(flat, dim=0, return_inverse=True)[1]
-            if not bool(answers.any()):  # NaN, which is not equal to itself
-                answers = torch.arange(self.size)
             raise BranchesDiffer(answers)
 
     def is_shared(self, x: Any) -> bool:
@@ -120,9 +122,37 @@ class SampleGroup(TorchFunctionMode):
         if func is T.unflatten:
             func = torch.unflatten  # Dynamo does not trace super() in the method
         handler = HANDLERS.get(func)
-        if handler is not None:
-            return handler(self, func, *args, **(kwargs or {}))
-        return self.call(func, *args, **(kwargs or {}))
+        try:
+            if handler is not None:
+                return handler(self, func, *args, **(kwargs or {}))
+            return self.call(func, *args, **(kwargs or {}))
+        except Exception as error:
+            if self.signal is None:
+                self.signal = error
+            raise
+
+    def watch(self, code: Callable[[], Any]) -> Any:
+        """
+        Runs the code of a sample. If an op has raised an error, it is raised again,
+        whatever the code did with it: another sample, or one alone, might have an
+        answer.
+        """
+        try:
+            with self:
+                found = code()
+        except Exception as error:
+            if self.signal in (None, error):
+                self.signal = None
+                raise
+        if self.signal is None:
+            return found
+        signal, self.signal = self.signal, None
+        try:
+            if isinstance(signal, (BranchesDiffer, NotAtOnce, Refused)):
+                raise signal
+            raise NotAtOnce(f"{type(signal).__name__}: {signal}") from signal
+        finally:
+            del signal  # its traceback holds this frame
 
     def call(self, func: Callable, /, *args: Any, **kwargs: Any) -> Any:
         """Runs an op of a sample, and records its uses of parameters."""
@@ -244,9 +274,7 @@ class SampleGroup(TorchFunctionMode):
         inner.params = self.params
         with inner.level:
             wrapped = [inner.wrap(x) for x in given]
-            with inner:
-                y = run(*wrapped)
-            y = inner.inner(y)
+            y = inner.inner(inner.watch(lambda: run(*wrapped)))
         self.uses += [x._replace(size=size, samples=samples) for x in inner.uses]
         self.read_data |= inner.read_data
         return y

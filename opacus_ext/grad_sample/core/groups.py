@@ -8,11 +8,13 @@ treated likewise.
 
 from __future__ import annotations
 
+import copy
 import traceback
 import warnings
-from collections import deque
+from collections import UserDict, deque
+from collections.abc import Mapping
 from types import NoneType
-from typing import Any, Callable, NamedTuple, Sequence
+from typing import Any, Callable, Hashable, Iterator, NamedTuple, Sequence
 
 import torch
 from torch import nn
@@ -20,6 +22,7 @@ from torch.nn import init
 from torch.utils import _pytree as pytree
 
 from opacus_ext.grad_sample.core.group import BranchesDiffer, SampleGroup
+from opacus_ext.grad_sample.core.values import key_of, set_apart
 from opacus_ext.grad_sample.core.vmap import is_batched
 from opacus_ext.grad_sample.rules import NotAtOnce, handles
 from opacus_ext.refused import Refused
@@ -36,6 +39,7 @@ class Samples(NamedTuple):
     by_sample: list[bool]  # for each leaf: True if it is a tensor [B, 1, ...]
     spec: pytree.TreeSpec  # structure of a sample
     size: int  # number of samples
+    like: UserDict | None = None  # the mapping that a sample is, if it is no dict
 
     def select(self, index: T) -> Samples:
         """Returns the samples at some indices."""
@@ -58,7 +62,12 @@ class Samples(NamedTuple):
         """Returns the tree of a sample, with a function applied to batched leaves."""
         pairs = zip(self.leaves, self.by_sample)
         leaves = [function(x) if own else x for x, own in pairs]
-        return pytree.tree_unflatten(leaves, self.spec)
+        found = pytree.tree_unflatten(leaves, self.spec)
+        if self.like is None:
+            return found
+        sample = copy.copy(self.like)  # a BatchEncoding, say
+        sample.data = found
+        return sample
 
 
 def samples_of(batch: Any, take: Take | None = None) -> tuple[list[Samples], int]:
@@ -68,66 +77,143 @@ def samples_of(batch: Any, take: Take | None = None) -> tuple[list[Samples], int
     """
     if take is not None:
         return _taken(batch, take)
+    like = batch if isinstance(batch, UserDict) else None
+    is_mapping = (
+        isinstance(batch, Mapping) and type(batch) not in pytree.SUPPORTED_NODES
+    )
+    batch = dict(batch) if is_mapping else batch
     paths, spec = pytree.tree_flatten_with_path(batch)
-    sizes: dict[int, str] = {}
+    found: dict[int, str] = {}
     for name, x in ((pytree.keystr(path) or "batch", x) for path, x in paths):
-        if isinstance(x, T):
-            sizes.setdefault(x.shape[0] if x.dim() else -1, name)
+        if isinstance(x, T) and x.layout is torch.strided and not x.is_nested:
+            found.setdefault(x.shape[0] if x.dim() else -1, name)
         elif not isinstance(x, (bool, NoneType)):  # each sample would see all of it
-            sizes.setdefault(-2, f"{name} of type {type(x).__name__}")
-    if len(sizes) != 1 or min(sizes) < 0:
-        what = {-1: "has no dims", -2: "is no tensor"}
-        found = ", ".join(
-            f"{name} {what.get(n, f'has first dim {n}')}" for n, name in sizes.items()
+            kind = f"{x.layout}" if isinstance(x, T) else f"type {type(x).__name__}"
+            found.setdefault(-2, f"{name} of {kind}")
+    if len(found) != 1 or min(found) < 0:
+        what = {-1: "has no dims", -2: "is no tensor that can be cut"}
+        said = ", ".join(
+            f"{name} {what.get(n, f'has first dim {n}')}" for n, name in found.items()
         )
         raise Refused(
             "A batch is a tree of tensors [B, ...] with one first dim, got "
-            f"{found or 'no tensor'}.",
+            f"{said or 'no tensor'}.",
             parameter="batch",
-            remedy="Close over what all samples share in the loss, or give "
-            "take=function, where function(batch, i) gives sample i.",
+            remedy="Close over what all samples share in the loss, make tensors of "
+            "lists, or give take=function, where function(batch, i) gives sample i.",
         )
-    (size,) = sizes
+    (size,) = found
     by_sample = [isinstance(x, T) for _, x in paths]
-    leaves = [x.detach().unsqueeze(1) if isinstance(x, T) else x for _, x in paths]
-    return [Samples(None, leaves, by_sample, spec, size)], size
+    leaves = [x for _, x in paths]
+    tensors = [x.detach() for x in leaves if isinstance(x, T)]
+    if not torch.compiler.is_compiling():  # which copies all
+        tensors = set_apart(tensors, [0] * len(tensors))
+    apart = iter(tensors)
+    leaves = [next(apart).unsqueeze(1) if isinstance(x, T) else x for x in leaves]
+    return [Samples(None, leaves, by_sample, spec, size, like)], size
+
+
+def _lengths(batch: Any) -> set[int]:
+    """Returns the numbers of items that a list or tensor may have, if it is one."""
+    if isinstance(batch, T):
+        return {len(batch)} if batch.dim() else set()
+    if type(batch) is not list:
+        return set()
+    sized = [len(x) for x in batch if isinstance(x, (list, tuple)) or _has_dims(x)]
+    # It may be a list of items, or one of fields of equal length.
+    fields = {*sized} if len(sized) == len(batch) and len({*sized}) == 1 else set()
+    return {len(batch)} | fields
+
+
+def _has_dims(x: Any) -> bool:
+    return isinstance(x, T) and x.dim() > 0
 
 
 def _taken(batch: Any, take: Take) -> tuple[list[Samples], int]:
-    kinds: dict[Any, list[tuple[int, list[Any], pytree.TreeSpec]]] = {}
-    size = 0
-    while True:  # ends at an IndexError or at empty slices
-        try:
-            leaves, spec = pytree.tree_flatten(take(batch, size))
-        except IndexError:
-            break
-        tensors = [x for x in leaves if isinstance(x, T)]
-        if tensors and all(x.dim() and not len(x) for x in tensors):
-            break
-        if not tensors:
-            raise Refused(
-                f"take(batch, {size}) gave a sample without a tensor.",
-                parameter="take",
-                remedy="It must give sample i as a tree of tensors [1, ...], and raise "
-                "IndexError where there is none.",
-            )
-        key = str(spec), *(
-            (x.shape, x.dtype) if isinstance(x, T) else (type(x), repr(x))
-            for x in leaves
-        )
-        kinds.setdefault(key, []).append((size, leaves, spec))
-        size += 1
+    items = list(_items(batch, take))
+    kinds: dict[Any, list[int]] = {}  # the numbers of samples that can run together
+    flat = [pytree.tree_flatten(item) for item in items]
+    for i, (leaves, spec) in enumerate(flat):
+        kinds.setdefault(_kind_of(leaves, spec, i), []).append(i)
     samples = []
-    for some in kinds.values():
-        rows, found, (spec, *_) = zip(*some)
+    for rows in kinds.values():
+        leaves, spec = flat[rows[0]]
+        columns = zip(*(flat[i][0] for i in rows))
         leaves = [
             torch.stack([x.detach() for x in column]) if isinstance(x, T) else x
-            for x, column in zip(found[0], zip(*found))
+            for x, column in zip(leaves, columns)
         ]
         by_sample = [isinstance(x, T) for x in leaves]
         at = torch.tensor(rows) if len(kinds) > 1 else None
         samples.append(Samples(at, leaves, by_sample, spec, len(rows)))
-    return samples, size
+    return samples, len(items)
+
+
+def _kind_of(leaves: list[Any], spec: pytree.TreeSpec, i: int) -> Hashable:
+    """Returns a key that is equal for samples that run together."""
+    keys: list[Hashable] = [str(spec)]
+    for x in leaves:
+        key = (x.shape, x.dtype, x.device) if isinstance(x, T) else key_of(x)
+        if key is None:  # it can't be told whether others have the same value
+            return i
+        keys.append(key)
+    return tuple(keys)
+
+
+_BEYOND = 8  # how many items behind the last one are tried at least
+
+
+def _items(batch: Any, take: Take) -> Iterator[Any]:
+    """
+    Yields the samples. ``take.size(batch)`` is their number. Without it, the batch ends
+    where an item fails, and all behind it do: an error of one item is no end.
+    """
+    if hasattr(take, "size"):
+        for i in range(take.size(batch)):
+            yield _checked_item(take(batch, i), i)
+        return
+    sizes, i = _lengths(batch), 0
+    item, error = _attempt(batch, take, i)
+    while error is None:
+        yield _checked_item(item, i)
+        i += 1
+        item, error = _attempt(batch, take, i)
+    last = max(i + _BEYOND, *sizes, 0)
+    goes_on = any(_attempt(batch, take, j)[1] is None for j in range(i + 1, last + 1))
+    if goes_on or sizes and i not in sizes and i < max(sizes):
+        raise Refused(
+            f"take(batch, {i}) failed ({type(error).__name__}: {error}), and the batch "
+            "does not end there.",
+            parameter="take",
+            remedy="Mend it; or if there are no more samples, set take.size = function,"
+            " where function(batch) gives their number.",
+        ) from error
+
+
+def _attempt(batch: Any, take: Take, i: int) -> tuple[Any, Exception | None]:
+    """Returns an item, or the error that there is none."""
+    try:
+        item = take(batch, i)
+    except (IndexError, StopIteration) as error:
+        return None, error
+    return item, IndexError("no rows") if _has_no_rows(item) else None
+
+
+def _has_no_rows(item: Any) -> bool:
+    tensors = [x for x in pytree.tree_leaves(item) if isinstance(x, T)]
+    return bool(tensors) and all(x.dim() and not len(x) for x in tensors)
+
+
+def _checked_item(item: Any, i: int) -> Any:
+    is_empty = not any(isinstance(x, T) for x in pytree.tree_leaves(item))
+    if is_empty or _has_no_rows(item):
+        raise Refused(
+            f"take(batch, {i}) gave a sample without "
+            f"{'a tensor' if is_empty else 'rows'}.",
+            parameter="take",
+            remedy="It must give sample i as a tree of tensors [1, ...].",
+        )
+    return item
 
 
 def in_groups(
@@ -197,16 +283,16 @@ def written(some: Samples) -> list[tuple[T, int, T | None]]:
 
 def put_back(before: list[tuple[T, int, T | None]]) -> None:
     """Undoes the writes of a failed attempt to its samples."""
-    for x, count, copy in before:
+    for x, count, kept in before:
         if version(x) == count:
             continue
-        if copy is None:
+        if kept is None:
             raise Refused(
                 f"A tensor of shape {tuple(x.shape)} that a model has computed was "
                 "changed in place, by code that samples can't run together.",
                 remedy="Compute out of place: y = 2 * x instead of x.mul_(2).",
             )
-        x.detach().copy_(copy)
+        x.detach().copy_(kept)
 
 
 def why(error: BaseException) -> str:

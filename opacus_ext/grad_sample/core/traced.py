@@ -227,6 +227,8 @@ class TracedGroup(SampleGroup):
             try:
                 with self:
                     found = call(tree_unflatten(leaves, samples.spec))
+                if self.signal is not None:  # which the code has caught
+                    raise NotAtOnce("code that catches an error")
             finally:
                 for module in _forwards.pop():
                     for name in module.transient:

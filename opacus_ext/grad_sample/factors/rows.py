@@ -187,9 +187,9 @@ def workspace(num_bytes: int | None = None) -> int:
 
 #: The share of its value by which a square may be wrong that is certain.
 ROUNDING = 2.0**-9
-# A square is certain if it is this many units of rounding, times the sum of the absolute
-# values of the products that were added up to it. Sums of 250,000 products each were
-# wrong by 150 units.
+# A square is certain if it is at least this many units of rounding, times the sum of
+# the absolute values of the products that were added up to it. An inner product of rows
+# of 250,000 entries was wrong by 150 units.
 _OF_PRODUCTS = 2.0**15
 # The same for the entries of materialized gradients, of which squares are taken.
 _OF_ENTRIES = 2.0**10
