@@ -7,6 +7,7 @@ case moved it by more, silently, before it was mended.
 import contextlib
 import copy
 import dataclasses
+import itertools
 import math
 from typing import Any, Callable, NamedTuple
 
@@ -14,9 +15,12 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
+from transformers import BatchEncoding
 
 import opacus_ext
-from opacus_ext import Refused, clipped_grads
+from opacus_ext import GradSample, Refused, clipped_grads
+from opacus_ext.grad_sample.core.clip import DenseGrads
 from opacus_ext.grad_sample.core.values import set_apart
 from tests.adapter.common import EVERY_MODE
 from tests.common import (
@@ -558,3 +562,229 @@ def test_state_that_seems_equal(value):
     with pytest.raises(Refused, match="kept"):
         for _ in range(2):
             private.step(torch.ones(3, 4).double(), square_loss)
+
+
+# -- sums that fail, and gradients that others see -------------------------------------
+
+
+@pytest.mark.parametrize("mode", EVERY_MODE)
+def test_an_error_in_the_middle_of_a_sum(mode, monkeypatch):
+    """Memory is out at the second parameter: nothing may be added on top of a part."""
+    model, batch = nn.Linear(300, 300).double(), torch.randn(3, 300).double()
+    plain, expected = copy.deepcopy(model), expected_of(model, batch)
+    private = make_private(model, mode, batch_size=3, lr=0.0)
+    stock, count = GradSample.weighted_sum, itertools.count()
+
+    def weighted_sum(self, weights):
+        if next(count) == 1:
+            raise torch.OutOfMemoryError("no memory")
+        return stock(self, weights)
+
+    monkeypatch.setattr(GradSample, "weighted_sum", weighted_sum)
+    params = dict(plain.named_parameters())
+    with contextlib.suppress(torch.OutOfMemoryError):
+        given = lambda x: square_loss(plain, x).sum(), params, batch  # noqa: E731
+        assert_same(clipped_grads(*given, C).sums, expected, 1e-8)
+    count = itertools.count()
+    with contextlib.suppress(torch.OutOfMemoryError):
+        private.step(batch, square_loss)
+        got = {n: 3 * p.grad for n, p in model.named_parameters()}
+        assert_same(got, expected, 1e-8)
+
+
+def expected_of(model, batch):
+    return clipped_sum(oracle(model, batch, square_loss), "flat", C)
+
+
+def test_an_error_in_the_middle_of_gradients(monkeypatch):
+    model, batch = nn.Linear(4, 3).double(), torch.randn(3, 4).double()
+    stock, count = DenseGrads._put, itertools.count()
+
+    def put(self, *args):
+        if next(count) == 1:
+            raise torch.OutOfMemoryError("no memory")
+        return stock(self, *args)
+
+    monkeypatch.setattr(DenseGrads, "_put", put)
+    with pytest.raises(torch.OutOfMemoryError):
+        opacus_ext.per_sample_grads(
+            lambda x: model(x).square().sum(), dict(model.named_parameters()), batch
+        )
+
+
+def after_gradients(model, step):
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(step)
+
+
+def of_several(model, step):
+    torch.autograd.graph.register_multi_grad_hook(list(model.parameters()), step)
+
+
+def of_any(model, step):
+    given = list(model.parameters())
+    torch.autograd.graph.register_multi_grad_hook(given, step, mode="any")
+
+
+def plainly(model, x):
+    return model(x).square().sum(1)
+
+
+def by_function(model, x):
+    return Opaque.apply(model(x)).square().sum(1)
+
+
+def by_checkpoint(model, x):
+    return checkpoint(model, x.requires_grad_(), use_reentrant=True).square().sum(1)
+
+
+@pytest.mark.parametrize("run", [plainly, by_function, by_checkpoint])
+@pytest.mark.parametrize("register", [after_gradients, of_several, of_any])
+def test_an_optimizer_in_the_backward_pass(register, run):
+    def made():
+        model = nn.Linear(4, 3)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        return model, lambda *args: optimizer.step(), copy.deepcopy(model)
+
+    model, step, before = made()
+    register(model, step)
+    with pytest.raises(Refused, match="hook"):
+        params = dict(model.named_parameters())
+        clipped_grads(lambda x: run(model, x).sum(), params, torch.randn(3, 4), C)
+    for mode in EVERY_MODE if run is not by_checkpoint else ():
+        model, step, before = made()
+        private = make_private(model, mode, batch_size=3, lr=0.0)
+        register(model, step)
+        with pytest.raises(Refused, match="hook"):
+            private.step(torch.randn(3, 4), run)
+        for p, q in zip(model.parameters(), before.parameters()):
+            assert torch.equal(p, q)
+
+
+def test_an_optimizer_that_the_loss_adds():
+    model = nn.Linear(4, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+
+    def loss(x):
+        after_gradients(model, lambda *args: optimizer.step())
+        return by_function(model, x).sum()
+
+    before = copy.deepcopy(model)
+    with pytest.raises(Refused, match="hook"):
+        clipped_grads(loss, dict(model.named_parameters()), torch.randn(3, 4), C)
+    assert torch.equal(before.weight, model.weight)
+
+
+# -- losses without a graph, and what is no loss ---------------------------------------
+
+
+def no_grad(model, x):
+    with torch.no_grad():
+        return model(x).sum()
+
+
+def inference(model, x):
+    with torch.inference_mode():
+        return model(x).sum()
+
+
+def integers(model, x):
+    return (model(x) > 0).sum()
+
+
+def detached(model, x):
+    return model(x).detach().sum()
+
+
+def of_a_copy(model, x):
+    return copy.deepcopy(model)(x).sum()
+
+
+def of_another(model, x):
+    other = nn.Linear(4, 3)
+    return (other.weight * 2 @ x.mT).sum()
+
+
+@pytest.mark.parametrize(
+    "loss", [no_grad, inference, integers, detached, of_a_copy, of_another]
+)
+@pytest.mark.parametrize("size", [1, 3])
+def test_losses_without_a_graph(loss, size):
+    """No parameter is reached by any sample: torch refuses that, too."""
+    model, batch = nn.Linear(4, 3), torch.randn(size, 4)
+    given = (
+        lambda x: loss(model, x),
+        dict(model.named_parameters()),
+        batch,
+    )  # noqa: E731
+    for call in (opacus_ext.per_sample_grads, lambda *args: clipped_grads(*args, C)):
+        with pytest.raises(Refused, match="depends on a parameter"):
+            call(*given)
+    if loss is not of_another:
+        for mode in EVERY_MODE:
+            private = make_private(copy.deepcopy(model), mode, batch_size=size)
+            with pytest.raises((RuntimeError, ValueError)):
+                private.step(batch, lambda m, x: loss(m, x) * torch.ones(size))
+
+
+def test_some_samples_without_a_graph():
+    """One is enough: the others have a gradient of zero."""
+    w = weight(4, 4)
+
+    def loss(x):
+        return (x @ w).sum() if x.sum() > 0 else torch.zeros((), dtype=torch.double)
+
+    x = torch.ones(3, 4).double() * torch.tensor([[1.0], [-1.0], [1.0]])
+    assert clipped_grads(loss, {"w": w}, x, C).norms.tolist() == [4, 0, 4]
+
+
+@pytest.mark.parametrize(
+    "aux, said",
+    [("a", "type str"), ({"x": [None]}, "type NoneType"), (object(), "type object")],
+)
+def test_auxiliary_values_that_are_none(aux, said):
+    w, x = weight(4, 4), torch.ones(2, 4).double()
+    with pytest.raises(Refused, match=said):
+        clipped_grads(lambda x: ((x @ w).sum(), aux), {"w": w}, x, C)
+    assert clipped_grads(lambda x: ((x @ w).sum(), None), {"w": w}, x, C).aux is None
+
+
+@pytest.mark.parametrize(
+    "batch, said",
+    [
+        (torch.eye(4).to_sparse_csr(), "torch.sparse_csr"),
+        (torch.eye(4).to_sparse(), "torch.sparse_coo"),
+        ({"ids": [[1, 2], [3, 4]]}, "type int"),
+        ({"x": torch.ones(2, 4), "names": ["a", "b"]}, "type str"),
+    ],
+    ids=["csr", "coo", "lists", "strings"],
+)
+def test_batches_that_can_not_be_cut(batch, said):
+    w = weight(4, 4)
+    with pytest.raises(Refused, match=said):
+        clipped_grads(lambda s: (s @ w).sum(), {"w": w}, batch, C)
+
+
+def test_mappings_that_are_no_dicts():
+    """A sample is a mapping of the same kind."""
+    w, x = weight(4, 4), torch.randn(3, 4).double()
+    batch = BatchEncoding({"x": x, "k": torch.tensor([1, 2, 3])})
+    found = clipped_grads(lambda s: (s.x @ w).sum() * s["k"], {"w": w}, batch, C)
+    plain = clipped_grads(
+        lambda s: (s["x"] @ w).sum() * s["k"], {"w": w}, dict(batch), C
+    )
+    assert torch.equal(found.norms, plain.norms)
+
+
+def test_compiled_calls_that_eager_ones_allow():
+    model, params = nn.Linear(4, 3), {}
+    params.update(model.named_parameters())
+
+    def step(x, **kwargs):
+        return clipped_grads(lambda x: model(x).square().sum(), params, x, C, **kwargs)
+
+    compiled = torch.compile(step, fullgraph=True, backend="eager")
+    found = compiled(torch.randn(0, 4))
+    assert found.norms.shape == (0,) and not any(g.any() for g in found.sums.values())
+    with pytest.raises(Exception, match="on_nonfinite"):
+        compiled(torch.randn(2, 4), on_nonfinite="raise")

@@ -415,7 +415,8 @@ class ForwardRecord:
         """Adds the gradients of a group; returns those of the leaves."""
         params = list(self.params.values())
         if some.group is None:
-            by_id = gradients_alone(outputs, grads, [*params, *self.leaves])
+            leaves, names = [*params, *self.leaves], list(self.params)
+            by_id = gradients_alone(outputs, grads, leaves, names)
             total.add_one(int(some.rows), by_id)
             return [by_id.get(id(x)) for x in self.leaves]
         if isinstance(some.group, CompiledGroup):

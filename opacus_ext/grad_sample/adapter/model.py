@@ -26,6 +26,7 @@ from opacus_ext.grad_sample.core.dynamo import (
     settings_of,
     skip,
 )
+from opacus_ext.grad_sample.core.gradients import refuse_hooks
 from opacus_ext.grad_sample.core.group import SampleGroup
 from opacus_ext.grad_sample.core.groups import Samples, in_groups
 from opacus_ext.grad_sample.core.vmap import cache_kept, is_batched
@@ -230,15 +231,7 @@ class PrivateModel:
                     "would be shown, and could change, gradients of single samples.",
                     "Remove it.",
                 )
-        for name, p in self.params.items():
-            if p._backward_hooks or p._post_accumulate_grad_hooks:
-                raise Refused(
-                    f"Parameter {name} has a hook (register_hook or "
-                    "register_post_accumulate_grad_hook), which would change or use "
-                    "its gradient before it is private.",
-                    parameter=name,
-                    remedy="Remove the hook, or freeze the parameter.",
-                )
+        refuse_hooks(self.params.items())
 
     # -- a call ------------------------------------------------------------------------
 

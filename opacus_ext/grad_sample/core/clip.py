@@ -380,6 +380,23 @@ def sums_by_name(params: dict[str, T], found: Sequence[T | None]) -> dict[str, T
     return {name: of(p, x) for (name, p), x in zip(params.items(), found)}
 
 
+class Whole:
+    """
+    Code that adds to a total. If it fails in its middle, a part of the gradients is in
+    the total, so that later attempts to add to it fail with the same error.
+    """
+
+    _error: BaseException | None = None
+
+    def __enter__(self) -> None:
+        if self._error is not None:
+            error, self._error = self._error, RuntimeError("A sum has failed before.")
+            raise error  # whose traceback holds the total: it is held no longer
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        self._error = error
+
+
 class ClippedSum:
     """
     The clipped sum of gradients, added group by group.
@@ -393,7 +410,10 @@ class ClippedSum:
 
     Attributes:
         norms: norms of the gradients before clipping ``[B]``, infinite if not finite
+        reached: True if a sample had gradients of some parameter
     """
+
+    reached = False
 
     def __init__(
         self,
@@ -409,6 +429,7 @@ class ClippedSum:
         dtype = torch.promote_types(self.params[0].dtype, torch.float32)
         self.norms = torch.zeros(size, dtype=dtype, device=self.params[0].device)
         self._totals: list[T | None] = [None] * len(self.params)
+        self._whole = Whole()
 
     def add_group(self, rows: T | None, group: Any, *given: Any) -> list[T | None]:
         """
@@ -436,6 +457,7 @@ class ClippedSum:
     @torch.no_grad()
     def add(self, rows: T | None, group: GroupNorms, samples: GradSamples) -> None:
         """Adds the gradients of a group."""
+        self.reached |= bool(samples)
         norms, params = group.finish(samples), {id(p): p for p in self.params}
 
         def exact(at: T) -> ExactGroup:
@@ -447,12 +469,18 @@ class ClippedSum:
         if clipped.apart is not None:
             group.drop(clipped.apart)
         sums = group.weighted_sums(group.rounded(clipped.factors))
-        self._add(clipped.join(sums))
+        self.put(clipped.join(sums))
 
     def add_clipped(self, rows: T | None, norms: T, sums: list[T | None]) -> None:
         """Adds sums that were clipped with these norms, which are finite."""
+        self.reached = True
         self._set_norms(rows, norms)
-        self._add(sums)
+        self.put(sums)
+
+    def put(self, sums: Iterable[T | None]) -> None:
+        """Adds the sums of some samples."""
+        with self._whole:
+            self._add(sums)
 
     def _clip(
         self, rows: T | None, norms: T, exact: Callable[[T], ExactGroup]
@@ -482,6 +510,7 @@ class ClippedSum:
     def add_one(self, row: int, by_id: dict[int, T]) -> None:
         """Adds the gradient of one sample, given by the ids of the parameters."""
         used = [i for i, p in enumerate(self.params) if id(p) in by_id]
+        self.reached |= bool(used)
         given = [(self.params[i], by_id[id(self.params[i])]) for i in used]
         dense = [upcast(self._own(p, g)) for p, g in given]
         norms, bad = self._norms_alone(used, norm_of_each(dense)), None
@@ -498,7 +527,9 @@ class ClippedSum:
             used, dense = [], []
         if self.per_parameter:
             dense = [g * factors[i, 0].to(g) for i, g in zip(used, dense)]
-        self._add_dense(used, dense, 1.0 if self.per_parameter else float(factors[0]))
+        factor = 1.0 if self.per_parameter else float(factors[0])
+        with self._whole:
+            self._add_dense(used, dense, factor)
 
     def _norms_alone(self, used: list[int], each: list[T]) -> T:
         """Returns norms ``[parameters, 1]``, given those of the used parameters."""
@@ -565,12 +596,17 @@ class ClippedSum:
 class DenseGrads:
     """
     Materialized gradients, added group by group; ``rows`` has ``[B, *shape]`` for each
-    parameter that was used, by name.
+    parameter that was used, by name. ``reached`` is True if there are some.
     """
+
+    @property
+    def reached(self) -> bool:
+        return bool(self.rows)
 
     def __init__(self, params: dict[str, T], size: int):
         self.params, self.size = params, size
         self.rows: dict[str, T] = {}
+        self._whole = Whole()
 
     def add_group(self, rows: T | None, group: Any, *given: Any) -> list[T | None]:
         """See :meth:`ClippedSum.add_group`."""
@@ -583,15 +619,18 @@ class DenseGrads:
         """Adds the gradients of a group."""
         used = {n: samples[id(p)] for n, p in self.params.items() if id(p) in samples}
         # Materializes all first, so that a group that fails has no effect.
-        for name, new in [(n, g.materialize()) for n, g in used.items()]:
-            self._put(name, rows, new)
+        dense = [(n, g.materialize()) for n, g in used.items()]
+        with self._whole:
+            for name, new in dense:
+                self._put(name, rows, new)
 
     @torch.no_grad()
     def add_one(self, row: int, grads: dict[int, T]) -> None:
         """Adds the gradient of one sample, given by the ids of the parameters."""
-        for name, p in self.params.items():
-            if id(p) in grads:
-                self._put(name, torch.tensor([row]), grads[id(p)][None])
+        with self._whole:
+            for name, p in self.params.items():
+                if id(p) in grads:
+                    self._put(name, torch.tensor([row]), grads[id(p)][None])
 
     def _put(self, name: str, rows: T | None, new: T) -> None:
         old = self.rows.get(name)
@@ -610,6 +649,24 @@ class DenseGrads:
             rows = p.new_zeros(self.size, *p.shape) if rows is None else rows
             found[name] = rows.to(p.device, p.dtype)
         return found
+
+
+def refuse_no_graph(total: ClippedSum | DenseGrads, size: int) -> None:
+    """Refuses losses of some samples of which none depends on a parameter."""
+    if size and not total.reached:
+        raise no_graph()
+
+
+def no_graph() -> Refused:
+    """Makes the error for losses that depend on no parameter."""
+    return Refused(
+        "The loss of no sample depends on a parameter that is trained: it was computed "
+        "without a graph (torch.no_grad, inference_mode, detach, integers), or from "
+        "the parameters of another model, such as a copy.",
+        parameter="loss",
+        remedy="Compute it in floating point from the parameters that are trained, "
+        "outside of torch.no_grad().",
+    )
 
 
 def digest(backprops: T) -> T:

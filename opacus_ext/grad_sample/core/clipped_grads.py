@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, Callable, Mapping, NamedTuple
+from typing import Any, Callable, Mapping, NamedTuple, Sequence
 
+import numpy as np
 import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_flatten, tree_unflatten
@@ -15,6 +16,8 @@ from opacus_ext.grad_sample.core.clip import (
     ClippedSum,
     DenseGrads,
     GroupNorms,
+    no_graph,
+    refuse_no_graph,
     safe_norms_and_sums,
     sums_by_name,
 )
@@ -23,6 +26,7 @@ from opacus_ext.grad_sample.core.gradients import (
     gradients_of_group,
     graph_of,
     no_autocast,
+    refuse_hooks,
 )
 from opacus_ext.grad_sample.core.group import SampleGroup
 from opacus_ext.grad_sample.core.groups import (
@@ -41,7 +45,7 @@ from opacus_ext.grad_sample.core.sharded import (
 )
 from opacus_ext.grad_sample.core.split import SplitSum, check_same_samples, split_mesh
 from opacus_ext.grad_sample.core.traced import TracedGroup
-from opacus_ext.grad_sample.factors import tf32_settings
+from opacus_ext.grad_sample.factors import dtype_of, tf32_settings
 from opacus_ext.grad_sample.rules import NotAtOnce
 from opacus_ext.refused import Refused
 
@@ -186,9 +190,8 @@ def clipped_grads(
     if mesh is not None:
         check_same_samples(mesh, samples)
     if torch.compiler.is_compiling():
-        if take is not None or microbatch is not None:
-            raise Refused("take= and microbatch= can't be compiled.", parameter="take")
-        check_precision()
+        left_out = take is None, microbatch is None, on_nonfinite == "drop"
+        check_compiled(left_out)
         return _clipped_traced(loss, trained, samples[0], clip)
     given = trained, size, clip, on_nonfinite
     total: Any = ClippedSum(*given) if mesh is None else SplitSum(mesh, *given)
@@ -198,6 +201,8 @@ def clipped_grads(
         run = _ShardedLosses(loss, trained, total, shards.rounds)
     run.is_split = mesh is not None
     losses, aux = run.compute(samples, microbatch)
+    if shards is None:  # other processes may have reached some
+        refuse_no_graph(total, size)
     return ClippedGrads(total.sums(), total.norms, losses, aux)
 
 
@@ -235,6 +240,7 @@ def per_sample_grads(
     samples, size = samples_of(batch, take)
     total = DenseGrads(trained, size)
     losses, aux = _Losses(loss, trained, total).compute(samples, microbatch)
+    refuse_no_graph(total, size)
     return PerSampleGrads(total.grads(), losses, aux)
 
 
@@ -247,6 +253,8 @@ def _trained(params: Mapping[str, T], microbatch: int | None) -> dict[str, T]:
         )
     trained = {n: p for n, p in params.items() if p.requires_grad}
     names: dict[int, str] = {}
+    if not torch.compiler.is_compiling():  # where no hook is called
+        refuse_hooks(trained.items())
     for name, p in trained.items():
         if names.setdefault(id(p), name) != name:
             raise Refused(
@@ -256,9 +264,6 @@ def _trained(params: Mapping[str, T], microbatch: int | None) -> dict[str, T]:
                 remedy="Leave one of the names out: dict(model.named_parameters()) has "
                 "each tensor once.",
             )
-        if p._backward_hooks:
-            what = f"{name} has a hook, which would see or change its gradient."
-            raise Refused(what, parameter=name, remedy="Remove the hook, or freeze it.")
         if p.is_complex() or not p.is_leaf:
             raise Refused(
                 f"{name} is {'complex' if p.is_complex() else 'no leaf'}.",
@@ -283,7 +288,8 @@ class _Losses:
     def __init__(
         self, loss: Loss, params: dict[str, T], total: ClippedSum | DenseGrads
     ):
-        self.loss, self.params, self.total = loss, list(params.values()), total
+        self.loss, self.total = loss, total
+        self.names, self.params = list(params), list(params.values())
         # By group: indices, losses with auxiliary values, and the tree of these.
         self._groups: list[tuple[T | None, list[T], Any]] = []
 
@@ -350,7 +356,8 @@ class _Losses:
     def add_one(self, row: T, loss: T) -> None:
         """Adds the gradient of one sample."""
         leaves = graph_of([loss])[0] if self.is_split else []
-        grads = gradients_alone([loss], [torch.ones_like(loss)], self.params)
+        given = [loss], [torch.ones_like(loss)], self.params, self.names
+        grads = gradients_alone(*given)
         if leaves and not grads:
             raise Refused(
                 "The loss uses parameters, and none of those that were given.",
@@ -435,6 +442,10 @@ def _clipped_traced(
 ) -> ClippedGrads:
     """Computes :func:`clipped_grads` in compiled code."""
     values, size = list(params.values()), samples.size
+    if not size:  # a program of its own: torch.vmap needs samples
+        norms = values[0].new_zeros(0, dtype=dtype_of(values[0].dtype))
+        sums = sums_by_name(params, [None] * len(values))
+        return ClippedGrads(sums, norms, values[0].new_zeros(0))
     specs = []
 
     def call(sample: Any) -> list[T]:
@@ -445,6 +456,7 @@ def _clipped_traced(
     first = TracedGroup(values, size)
     with torch.enable_grad():
         first.run(call, samples)
+    check_compiled(reached=len(first.uses) > 0)
 
     def total(slots: list[T]) -> tuple[T, Any]:
         group = TracedGroup(values, size)
@@ -464,15 +476,28 @@ def _clipped_traced(
     return ClippedGrads(sums_by_name(params, sums), norms, losses, found)
 
 
-@torch.compiler.assume_constant_result  # compiled code is guarded by the setting
-def check_precision() -> None:
-    """Refuses TF32 in compiled code, which can't leave it."""
+@torch.compiler.assume_constant_result  # runs while code is compiled, as it is
+def check_compiled(left_out: Sequence[bool] = (), reached: bool = True) -> None:
+    """
+    Refuses what compiled code can't do: arguments that are not left out, TF32, which it
+    can't leave, and a loss without a graph.
+    """
+    arguments = "take", "microbatch", 'on_nonfinite="raise"'
+    for name, is_left_out in zip(arguments, left_out):
+        if not is_left_out:
+            raise Refused(
+                f"{name} can't be compiled.",
+                parameter=name.partition("=")[0],
+                remedy="Leave it out, or call clipped_grads in eager code.",
+            )
     if tf32_settings():
         raise Refused(
             "A compiled step would round norms and clipped sums to TF32.",
             parameter="set_float32_matmul_precision",
             remedy='Call torch.set_float32_matmul_precision("highest") before.',
         )
+    if not reached:
+        raise no_graph()
 
 
 # By the first parameter: losses that vmap can't run.
@@ -491,6 +516,13 @@ def _loss_and_aux(found: Any) -> tuple[list[T], Any]:
             parameter="loss",
             remedy="Reduce it over the sample, by mean() or sum().",
         )
-    leaves, spec = tree_flatten(aux)
+    leaves, spec = tree_flatten(() if aux is None else aux)
+    for x in leaves:
+        if not isinstance(x, (T, int, float, complex, np.ndarray, np.generic)):
+            raise Refused(
+                f"An auxiliary value of the loss is of type {type(x).__name__}.",
+                parameter="loss",
+                remedy="Return tensors or numbers, or close over what is neither.",
+            )
     others = [x if isinstance(x, T) else torch.as_tensor(x) for x in leaves]
     return [loss.reshape(()), *others], spec

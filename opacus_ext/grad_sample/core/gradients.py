@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from itertools import zip_longest
 from typing import Any, Callable, Iterable, Iterator, NamedTuple, Sequence
 
 import torch
@@ -341,16 +342,39 @@ def _backward(
     return list(found[: len(others)])
 
 
+def refuse_hooks(params: Iterable[tuple[str, T]]) -> None:
+    """Refuses parameters whose gradients are shown to others in the backward pass."""
+    for name, p in params:
+        if (
+            p._backward_hooks
+            or p._post_accumulate_grad_hooks
+            or "_in_backward_optimizers" in p.__dict__  # of torch.distributed.optim
+        ):
+            what = f"Parameter {name}" if name else f"A parameter {tuple(p.shape)}"
+            raise Refused(
+                f"{what} has a hook (register_hook, register_multi_grad_hook, "
+                "register_post_accumulate_grad_hook, or an optimizer in the backward "
+                "pass), which would change or use its gradient before it is private.",
+                parameter=name or None,
+                remedy="Remove the hook, or freeze the parameter.",
+            )
+
+
 def gradients_alone(
-    outputs: Sequence[T], grads: Sequence[T | None], leaves: Sequence[T]
+    outputs: Sequence[T],
+    grads: Sequence[T | None],
+    leaves: Sequence[T],
+    names: Sequence[str] = (),
 ) -> dict[int, T]:
     """
     Returns the gradients of one sample by plain autograd: dense, by the ids of the
-    leaves that were used.
+    leaves that were used. ``names`` are those of the leaves, or of the first of them.
     """
     pairs = [(y, g) for y, g in zip(outputs, grads) if y.requires_grad]
     if not pairs or not leaves:
         return {}
+    # The code of a sample may add some.
+    refuse_hooks(zip_longest(names, leaves[: len(names) or None], fillvalue=""))
     found: Sequence[T | None]
     ys, gs = zip(*pairs)
     reached, own_functions = graph_of(ys)
@@ -365,6 +389,7 @@ def gradients_alone(
         for x in everywhere:
             x.grad = None  # or the backward pass would change it in place
         arrived: dict[int, T] = {}
+        versions = [x._version for x in leaves]
 
         def arrive(x: T, grad: T) -> None:
             arrived[id(x)] = grad + arrived[id(x)] if id(x) in arrived else grad
@@ -383,6 +408,12 @@ def gradients_alone(
                 handle.remove()
             for x, grad in zip(everywhere, before):
                 x.grad = grad
+        if versions != [x._version for x in leaves]:
+            raise Refused(
+                "Parameters were changed in the backward pass, without noise: by a "
+                "hook with an optimizer, say. The model has seen data now.",
+                remedy="Remove the hook, and go on from weights of before.",
+            )
         found = [arrived.get(id(x)) for x in leaves]
     return {
         id(x): g.to_dense() if g.is_sparse else g

@@ -84,8 +84,9 @@ class TwoPassSum(ClippedSum):
                 '"ghost" computes norms in one and the sum in the other.',
                 remedy='Use grad_sample_mode="ghost_bk" or "hooks".',
             )
+        self.reached |= bool(sums)
         with torch.no_grad():
-            self._add(clipped.join([sums.get(id(p)) for p in self.params]))
+            self.put(clipped.join([sums.get(id(p)) for p in self.params]))
         return of_inputs
 
 

@@ -124,7 +124,7 @@ def scaled_norms(x: T) -> T:
 
 def norm_of_each(tensors: list[T]) -> list[T]:
     """Returns the norm of each tensor; all must be float32 or wider."""
-    if any(x.device.type == "cpu" for x in tensors):
+    if not tensors or any(x.device.type == "cpu" for x in tensors):
         return [sample_norms(x.reshape(1, -1))[0] for x in tensors]
     return list(torch._foreach_norm(tensors))
 

@@ -15,7 +15,12 @@ from torch.utils._pytree import tree_map
 from opacus_ext.grad_sample.adapter.criterion import SampleCriterion
 from opacus_ext.grad_sample.adapter.forward import ForwardRecord
 from opacus_ext.grad_sample.adapter.outputs import Dependencies, dependencies_of
-from opacus_ext.grad_sample.core.clip import ClippedSum, DenseGrads, digest
+from opacus_ext.grad_sample.core.clip import (
+    ClippedSum,
+    DenseGrads,
+    digest,
+    refuse_no_graph,
+)
 from opacus_ext.grad_sample.core.gradients import no_autocast
 from opacus_ext.grad_sample.core.groups import Samples
 from opacus_ext.grad_sample.core.two_passes import TwoPassSum
@@ -273,6 +278,8 @@ class Ghost(PrivateMode):
                 self._check(sources, losses)
                 self.private.begin_backward(bool(sources.records))
                 self._add(total, sources, losses if scale == 1 else losses * scale)
+                if not self.private.is_shared_out:
+                    refuse_no_graph(total, losses.numel())
         except BaseException:
             self.private.reset()
             raise
@@ -289,6 +296,8 @@ class Ghost(PrivateMode):
         """
         total = self._total(optimizer, sum(some.size for some in samples))
         losses = self.private.clip(samples, loss, total)
+        if not self.private.is_shared_out:
+            refuse_no_graph(total, losses.numel())
         self._set_grads(optimizer, total)
         return losses
 

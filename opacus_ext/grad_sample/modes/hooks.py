@@ -12,7 +12,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from opacus_ext.grad_sample.adapter.forward import ForwardRecord
 from opacus_ext.grad_sample.adapter.outputs import dependencies_of
-from opacus_ext.grad_sample.core.clip import DenseGrads
+from opacus_ext.grad_sample.core.clip import DenseGrads, refuse_no_graph
 from opacus_ext.grad_sample.core.groups import Samples
 from opacus_ext.grad_sample.core.vmap import will_run
 from opacus_ext.grad_sample.modes.common import PrivateMode, not_private
@@ -97,6 +97,7 @@ class GradSampleMode(PrivateMode):
         params = self.private.params
         total = DenseGrads(params, sum(some.size for some in samples))
         losses = self.private.clip(samples, loss, total)
+        refuse_no_graph(total, losses.numel())
         for name, grad_sample in total.grads().items():
             params[name].grad_sample = grad_sample
         return losses
