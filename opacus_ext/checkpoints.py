@@ -11,6 +11,7 @@ from typing import Any, Callable, Dict, Optional
 import opacus
 import torch
 
+from opacus_ext.ledger import ledger_of
 from opacus_ext.refused import Refused
 from opacus_ext.runs import RUNS, add_runs, runs_of
 
@@ -178,6 +179,7 @@ def load_checkpoint(
     elif hasattr(optimizer, "mix_noise"):
         optimizer.mix_noise()
     self.accountant.load_state_dict(spent)
+    ledger_of(self).history.clear()  # weights and steps are those of the checkpoint
     add_runs(self, content.get(RUNS, []))
     return content
 

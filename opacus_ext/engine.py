@@ -28,8 +28,10 @@ from opacus_ext.accountants.whole import count_whole
 from opacus_ext.data.draws import count_records
 from opacus_ext.data.sampling import CyclicPoisson, Poisson, Sampling
 from opacus_ext.grad_sample.parallel.split import is_split_alone, place_of
+from opacus_ext.ledger import note_trained
 from opacus_ext.misuse import check_delta, check_loader, check_number, checked_epsilon
 from opacus_ext.optimizers.banded import Banded, BandedNoise, choose_bands
+from opacus_ext.optimizers.draws import count_steps
 from opacus_ext.refused import Refused
 from opacus_ext.runs import add_run, runs_of
 from opacus_ext.secure import SecureSource
@@ -92,7 +94,11 @@ def with_sampling(make_private: Callable) -> Callable:
             made[1].correlated = correlated
             made[-1].batch_sampler.taken = lambda: correlated.taken
         bands = 1 if correlated is None else correlated.bands
-        add_run(self, sampling, made, bands, **kwargs)
+        made[1].run = add_run(self, sampling, made, bands, **kwargs)
+        groups = made[1].param_groups
+        note_trained(self, (p for group in groups for p in group["params"]))
+        if hasattr(made[1], "spent"):  # not one of Opacus's own
+            count_steps(self, made[1])
         return made
 
     return make

@@ -31,6 +31,7 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
+from opacus_ext.ledger import ledger_of, with_steps
 from opacus_ext.optimizers.loop import LOOPS, plain
 from opacus_ext.refused import Refused, warn_once
 
@@ -297,14 +298,25 @@ def check_delta(
 
 
 def checked_epsilon(get_epsilon: Callable) -> Callable:
-    """Wraps ``PrivacyEngine.get_epsilon``: never below 0, infinite without noise."""
+    """
+    Wraps ``PrivacyEngine.get_epsilon``: never below 0, infinite without noise, and of
+    all steps that were taken, also if the accountant was replaced since.
+    """
 
     @functools.wraps(get_epsilon)
     def get(self: PrivacyEngine, delta: float) -> float:
         """The epsilon spent, as PrivacyEngine.get_epsilon."""
         check_delta(self, delta, self.dataset)
-        if any(noise == 0 for noise, *_ in self.accountant.history):
+        accountant = self.accountant
+        missing = ledger_of(self).missing(accountant.history)
+        if any(noise == 0 for noise, *_ in (*accountant.history, *missing)):
             return math.inf  # some accountants raise an error
-        return max(get_epsilon(self, delta), 0.0) if len(self.accountant) else 0.0
+        if not (len(accountant) or missing):
+            return 0.0
+        self.accountant = with_steps(accountant, missing)
+        try:
+            return max(get_epsilon(self, delta), 0.0)
+        finally:
+            self.accountant = accountant
 
     return get

@@ -25,6 +25,7 @@ from opacus_ext.data.sampling import Sampling
 from opacus_ext.grad_sample.adapter.state import Change, State
 from opacus_ext.grad_sample.modes.common import Attachment, private_model_of
 from opacus_ext.grad_sample.modes.ghost import ClippedLoss
+from opacus_ext.ledger import ledger_of
 from opacus_ext.misuse import check_number
 from opacus_ext.refused import Refused
 
@@ -146,6 +147,7 @@ class PrivateTraining:
         if self.saved is not None:
             self.noise.seed()
             self.engine.accountant.load_state_dict(self.saved["accountant"])
+            ledger_of(self.engine).history.clear()
         called = module
         if self.process[1] > 1 and not any(
             isinstance(part, FSDPModule) for part in module.modules()
@@ -162,6 +164,7 @@ class PrivateTraining:
             wrap_model=False,
             **kwargs,
         )
+        self.optimizer.draws = None  # they have numbers, and each comes once
         private = private_model_of(module)
         if called is not module and private is not None:  # which the loop goes on with
             attached: Any = module.autograd_grad_sample_hooks

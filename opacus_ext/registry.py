@@ -402,7 +402,7 @@ def _attach(
     private = common.private_model_of(module)
     if private is not None:
         module.autograd_grad_sample_hooks.extend(peft.attach_checks(module))
-        watch_loader(rest[-1], optimizer, private.inputs)
+        watch_loader(rest[-1], optimizer, private.inputs, private.passes)
         if hasattr(optimizer, "tell") and not private.is_shared_out:
             private.optimizer = weakref.ref(optimizer)
 

@@ -39,9 +39,9 @@ def add_run(
     poisson_sampling: bool = True,
     noise_generator: Any = None,
     **kwargs: Any,
-) -> None:
+) -> Dict[str, Any]:
     """
-    Adds the settings of one ``make_private``.
+    Adds the settings of one ``make_private``, and returns them.
 
     Args:
         sampling: how batches are drawn; None: by Opacus's loader
@@ -72,6 +72,7 @@ def add_run(
         "versions": installed_versions(),
     }
     add_runs(engine, [run])
+    return next(known for known in runs_of(engine) if known == run)
 
 
 def installed_versions() -> Dict[str, str]:

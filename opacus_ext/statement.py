@@ -22,6 +22,7 @@ from opacus.accountants.accountant import IAccountant
 
 from opacus_ext.accountants import Bounds, PRVBoundsAccountant
 from opacus_ext.checkpoints import read
+from opacus_ext.ledger import BROKEN, Ledger, ledger_of, with_steps
 from opacus_ext.refused import Refused
 from opacus_ext.runs import RUNS, installed_versions, runs_of
 
@@ -101,7 +102,7 @@ def privacy_statement(
         >>> print(statement.text.splitlines()[2])  # doctest: +SKIP
         After 8 steps the weights are (0.53, 1e-05)-differentially private for one user.
     """
-    return state(self.accountant, runs_of(self), delta, unit)
+    return state(self.accountant, runs_of(self), delta, unit, ledger_of(self))
 
 
 def read_statement(
@@ -172,6 +173,7 @@ def state(
     runs: List[Dict[str, Any]],
     delta: Optional[float],
     unit: str,
+    ledger: Optional[Ledger] = None,
 ) -> PrivacyStatement:
     """
     The statement of an accountant's history.
@@ -181,7 +183,10 @@ def state(
         runs: the arguments of ``make_private`` (:func:`opacus_ext.runs.runs_of`)
         delta: by default that of the last run with a target
         unit: the name of a record
+        ledger: of the steps that were taken, which the accountant may not have
     """
+    ledger = ledger or Ledger()
+    accountant, left_out = _with_all_steps(accountant, ledger)
     targets = [run["target_delta"] for run in runs if run.get("target_delta")]
     delta = [None, *targets][-1] if delta is None else delta
     records = max((run.get("records") or 0 for run in runs), default=0) or None
@@ -202,6 +207,7 @@ def state(
         for noise, rate, steps in accountant.history
     ]
     epsilon, bounds, notes = _spent(accountant, delta)
+    notes += left_out
     if records and delta >= 1 / records:
         notes.append(
             f"delta={delta:g} is not below one over {records} {unit}s: such a "
@@ -217,7 +223,7 @@ def state(
     random = "cryptographically secure (secure_mode)" if secure else random
     texts = *_NOT_COVERED, *(_SECURE if secure else _INSECURE)
     versions = [run["versions"] for run in runs if "versions" in run]
-    left_out = "versions", "target_delta"
+    hidden = "versions", "target_delta", BROKEN
     return PrivacyStatement(
         {
             "statement": "privacy of a training run, opacus_ext, version 1",
@@ -238,10 +244,10 @@ def state(
             "steps": sum(phase["steps"] for phase in phases),
             "phases": phases,
             "runs": [
-                {k: v for k, v in run.items() if k not in left_out} for run in runs
+                {k: v for k, v in run.items() if k not in hidden} for run in runs
             ],
             "notes": notes + more,
-            "not_covered": [text.format(unit=unit) for text in texts],
+            "not_covered": [text.format(unit=unit) for text in texts] + ledger.beside,
             "versions": versions[-1] if versions else installed_versions(),
         }
     )
@@ -265,6 +271,10 @@ def _conditions(
             "(poisson_sampling=False): no guarantee is known. epsilon_if_poisson is "
             "what Poisson sampling would have spent; it is no bound for this run."
         )
+    broken = [reason for run in runs for reason in run.get(BROKEN, [])]
+    if broken:
+        holds = "no"
+        notes += dict.fromkeys(broken)
     notes += [
         f"The noise of {b} steps in a row is correlated, and they draw from {b} parts "
         f"of the data set in turn: a step below stands for a round of {b}, as it is "
@@ -272,6 +282,26 @@ def _conditions(
         for b in bands
     ]
     return holds, notes
+
+
+def _with_all_steps(
+    accountant: IAccountant, ledger: Ledger
+) -> Tuple[IAccountant, List[str]]:
+    """Adds the steps that an accountant does not have; returns notes on these."""
+    own = ledger.missing(accountant.history)
+    every = ledger.missing(accountant.history, others=True)
+    notes = []
+    if count := sum(steps for *_, steps in own):
+        notes.append(
+            f"{count} steps were taken that the accountant does not have (it was "
+            "replaced, or its history was changed); they are in this statement."
+        )
+    if count := sum(steps for *_, steps in every) - count:
+        notes.append(
+            f"{count} steps of other engines, with the same parameters, are in this "
+            "statement: for a record of other data sets epsilon is smaller."
+        )
+    return with_steps(accountant, every), notes
 
 
 def _spent(accountant: IAccountant, delta: float) -> Tuple[float, Bounds, List[str]]:

@@ -27,7 +27,7 @@ LINES.update({f"opacus_ext/grad_sample/{k}": n for k, n in GRAD_SAMPLE.items()})
 #: own, and of its own row. Parts of grad_sample import those before them.
 ROWS = (
     "refused progress tables",
-    "secure clipping",
+    "secure clipping ledger",
     "grad_sample accountants",
     "take peft distributed optimizers data",
     "re_attention",

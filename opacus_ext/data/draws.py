@@ -118,13 +118,16 @@ class Draws(_SharedOut, UniformWithReplacementSampler):
 
 class Counted:
     """
-    Batches that an optimizer of several processes counts as they are asked for. An
-    attempt after the last batch counts too: a loader with workers always asks for as
-    many batches ahead, so that the count tells which batch the loop is at.
+    Batches that are counted as they are asked for: by an optimizer of several
+    processes, and by the loader's counter. An attempt after the last batch counts too:
+    a loader with workers always asks for as many batches ahead, so that the count tells
+    which batch the loop is at.
     """
 
-    def __init__(self, batches: Iterator[List[int]], optimizer: Any):
-        self.batches, self.optimizer = batches, optimizer
+    def __init__(
+        self, batches: Iterator[List[int]], optimizer: Any, counter: Any = None
+    ):
+        self.batches, self.optimizer, self.counter = batches, optimizer, counter
 
     def __iter__(self) -> Iterator[List[int]]:
         return self
@@ -132,6 +135,8 @@ class Counted:
     def __next__(self) -> List[int]:
         if hasattr(self.optimizer, "drawn"):
             self.optimizer.drawn += 1
+        if self.counter is not None:
+            self.counter.ask()
         return next(self.batches)
 
 
@@ -147,6 +152,8 @@ class Splits(_SharedOut, BatchSplittingSampler):
         return getattr(self.sampler, "place", None)
 
     def __iter__(self) -> Iterator[List[int]]:
+        if hasattr(self.sampler, "__dict__"):
+            vars(self.sampler)["is_split"] = True  # see optimizers/loop.py
         if self.place is None:
             return super().__iter__()
         # Without workers only whole draws are counted (optimizers/loop.py), so that

@@ -22,6 +22,9 @@ from torch.utils.data import DataLoader, DistributedSampler, get_worker_info
 
 from opacus_ext.data.draws import Counted, Draws
 from opacus_ext.grad_sample.adapter.inputs import InputReader
+from opacus_ext.grad_sample.adapter.passes import Passes, mark
+from opacus_ext.ledger import note_broken
+from opacus_ext.optimizers.draws import DrawCounter, state_of
 from opacus_ext.optimizers.optimizer import ClippingOptimizer
 from opacus_ext.refused import Refused, warn_once
 
@@ -38,6 +41,7 @@ class CountingCollate:
         collate: the loader's own collate function
         dataset: the data set that records are drawn from
         inputs: the private model's reader of inputs
+        counter: of the loader, whose draws the batches are marked with
     """
 
     def __init__(
@@ -45,12 +49,19 @@ class CountingCollate:
         collate: Callable[[List], Any],
         dataset: Any,
         inputs: Optional[InputReader] = None,
+        counter: Optional[DrawCounter] = None,
     ):
         self.collate: Any = collate
-        self.dataset = dataset
+        self.dataset, self.counter = dataset, counter
         self._inputs = weakref.ref(inputs) if inputs is not None else lambda: None
 
     def __call__(self, records: List) -> Any:
+        batch = self._collated(records)
+        if self.counter is not None and get_worker_info() is None:
+            mark(batch, self.counter.collate())
+        return batch
+
+    def _collated(self, records: List) -> Any:
         inputs = self._inputs()
         if inputs is not None and get_worker_info() is None:
             inputs.drawn.add(len(records))
@@ -63,7 +74,9 @@ class CountingCollate:
         return CountingCollate, (self.collate, self.dataset)
 
 
-def watch_loader(loader: DataLoader, optimizer: Any, inputs: InputReader) -> None:
+def watch_loader(
+    loader: DataLoader, optimizer: Any, inputs: InputReader, passes: Passes
+) -> None:
     """
     Makes a loader report what it draws. When it begins a new epoch, a logical batch
     that was left in the middle is dropped.
@@ -72,11 +85,15 @@ def watch_loader(loader: DataLoader, optimizer: Any, inputs: InputReader) -> Non
         loader: as make_private returns it; it is changed
         optimizer: the DP optimizer
         inputs: the private model's reader of inputs
+        passes: the private model's backward passes
     """
-    loader.collate_fn = CountingCollate(loader.collate_fn, loader.dataset, inputs)
-    optimizer.ahead = loader.num_workers * (loader.prefetch_factor or 0)
-    optimizer.ahead_of_workers = optimizer.ahead
     batches: Any = loader.batch_sampler
+    counter = DrawCounter(optimizer, getattr(batches, "sample_rate", None))
+    optimizer.draws = passes.counter = counter
+    given = loader.collate_fn, loader.dataset, inputs, counter
+    loader.collate_fn = CountingCollate(*given)
+    ahead = loader.num_workers * (loader.prefetch_factor or 0)
+    optimizer.ahead = optimizer.ahead_of_workers = ahead
     kind, own, reader = type(batches), weakref.ref(optimizer), weakref.ref(inputs)
     shared_out = _is_shared_out(loader, batches)
     # Sizes of the batches that may be at hand, as workers and loops draw ahead.
@@ -100,18 +117,23 @@ def watch_loader(loader: DataLoader, optimizer: Any, inputs: InputReader) -> Non
             )
         if hasattr(dp_optimizer, "drop_logical_batch"):  # not one of Opacus's own
             dp_optimizer.drop_logical_batch()
-        largest = 0
+        largest, state = 0, _state_of_draws(self)
         for batch in kind.__iter__(self):
+            counter.draw(len(batch), state)
             sizes.append(len(batch))
             largest = max(largest, len(batch))
             if inputs is not None:
                 inputs.most = max(sizes)
             yield batch
+            state = _state_of_draws(self)
         if inputs is not None:
             inputs.most = largest  # a loop may go through a list of all batches
 
     def begin(self: Any) -> Iterator[List[int]]:
-        return Counted(batches_of(self), own())
+        # Splits ask for a batch, and not for each of its parts.
+        is_split = vars(self).pop("is_split", False)
+        counter.begin(0 if is_split else ahead)
+        return Counted(batches_of(self), own(), counter)
 
     # Python looks the method up on the class, so the sampler gets a class of its own.
     watched = type(kind.__name__, (kind,), {"__iter__": begin})
@@ -119,6 +141,13 @@ def watch_loader(loader: DataLoader, optimizer: Any, inputs: InputReader) -> Non
         vars(loader)["batch_sampler"] = watched(batches)
     else:
         batches.__class__ = watched
+
+
+def _state_of_draws(sampler: Any) -> Optional[int]:
+    """Returns a hash of the state that Poisson sampling draws a batch from."""
+    if not isinstance(sampler, UniformWithReplacementSampler):
+        return None
+    return None if getattr(sampler, "place", None) else state_of(sampler.generator)
 
 
 def _is_shared_out(loader: DataLoader, batches: Any) -> bool:
@@ -187,7 +216,7 @@ class LoopMonitor:
         surely = _log_binomial(self.records, rate, size) < math.log(1e-15)
         if size > usual and surely:
             self.rate = None
-            warn_once(
+            note_broken(
                 optimizer,
                 "views",
                 f"A step had {size} samples, where {usual:.0f} records are drawn on "
@@ -205,7 +234,7 @@ class LoopMonitor:
         self.log_probability += _log_binomial(self.records, rate, size)
         if self.log_probability < math.log(1e-12):
             self.rate = None
-            warn_once(
+            note_broken(
                 optimizer,
                 "loader",
                 f"All batches so far had {size} samples, which Poisson sampling does "

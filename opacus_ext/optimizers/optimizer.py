@@ -25,8 +25,10 @@ from opacus.optimizers.optimizer import _check_processed_flag, _mark_as_processe
 from torch.optim import Optimizer
 
 from opacus_ext.clipping import CLIPPINGS, Bound, Clipping, ClippingFunction
+from opacus_ext.grad_sample.adapter.passes import Passes
 from opacus_ext.grad_sample.core.clip import ClippedSum
 from opacus_ext.grad_sample.factors import GradSample
+from opacus_ext.ledger import note_beside, note_broken
 from opacus_ext.optimizers.noise import NoisyOptimizer, divide, local
 from opacus_ext.refused import Refused
 
@@ -48,6 +50,10 @@ class ClippingOptimizer(NoisyOptimizer):
     #: when its noise was added, and a ``noise_factor`` for the gradients' noise.
     observers: Tuple[Any, ...] = ()
     loop: Any = None  # a LoopMonitor, set by make_private
+    draws: Any = None  # a DrawCounter of the loader, set by make_private
+    spent: Any = None  # how this step is accounted for, if not as one on a new draw
+    run: Any = None  # its entry in ``runs``, set by make_private
+    ledger: Any = None  # of its engine, set by make_private
     #: The largest number of physical batches that are drawn before a step on the first.
     ahead = 0
     _unfinished: Optional[_Unfinished] = None
@@ -140,6 +146,7 @@ class ClippingOptimizer(NoisyOptimizer):
         """
         self._check_batches()
         noise_state = self._state_of_noise()
+        self._look_at_draws()
         self._unfinished = _Unfinished(
             [*self._step_skip_queue], self._is_last_step_skipped
         )
@@ -150,6 +157,7 @@ class ClippingOptimizer(NoisyOptimizer):
             self._divides = False
         if noise_state is not None:
             self._noise_states.add(noise_state)
+        self._spend_draws(bool(goes_on))
         if goes_on and self.loop is not None:
             self.loop.check_step(self, self.norms)
         for observer in self.observers if goes_on else ():
@@ -157,6 +165,45 @@ class ClippingOptimizer(NoisyOptimizer):
         if not goes_on:
             self._unfinished = None
         return goes_on
+
+    @property
+    def _passes(self) -> Passes:
+        """The backward passes whose gradients a step takes."""
+        private = getattr(self.mode, "private", None)
+        return Passes() if private is None else private.passes
+
+    def _look_at_draws(self) -> None:
+        """
+        Finds out how this step is accounted for.
+
+        Raises:
+            Refused: if correlated noise is to be added to a draw that has come back
+        """
+        self.spent = None
+        if self.draws is None or self._check_skip_next_step(pop_next=False):
+            return
+        self.spent = self.draws.look(self._passes.draws())
+        if self.spent is not None and self.correlated is not None:
+            raise Refused(
+                "A draw that a step was taken on has come back, and correlated noise "
+                "is accounted for records that are not drawn again so soon.",
+                parameter="noise",
+                remedy="Step once on each batch of the loader: leave itertools.cycle "
+                'and lists of batches out, or take noise="independent".',
+            )
+
+    def _spend_draws(self, goes_on: bool) -> None:
+        """Notes what a step has spent, or that a physical batch is in the sum."""
+        if not goes_on:
+            self._passes.keep()
+            return
+        if self.draws is not None:
+            reason = self.draws.spend(self._passes.draws())
+            if reason is not None:
+                note_beside(self, "alike", reason)
+        if self.spent is not None:
+            note_broken(self, "draws", self.spent.reason)
+        self._passes.forget(kept=True)
 
     def step(self, closure: Optional[Any] = None) -> Optional[float]:
         """See ``DPOptimizer``; the wrapped optimizer may step only within it."""
@@ -290,6 +337,7 @@ class ClippingOptimizer(NoisyOptimizer):
             self._step_skip_queue[:] = self._unfinished.skip_queue
             self._is_last_step_skipped, self._unfinished = False, None
         super().zero_grad(True)
+        self._passes.forget(kept=not self._is_last_step_skipped)
         if not self._is_last_step_skipped:
             self.norms, self._clipped_at = [], None
 

@@ -63,10 +63,10 @@ def test_batches_without_records_have_noise_and_are_counted(mode, sampling):
 def test_backward_passes_that_accumulate_are_a_larger_rate():
     loop = Loop("hooks")
     loop.private.handle.allow_grad_accumulation()
-    x = torch.randn(3, 3, dtype=torch.float64)
     for times in (1, 2):
         loop.optimizer.zero_grad()
         for _ in range(times):
+            x = torch.randn(3, 3, dtype=torch.float64)
             loop.private.backward(x, loop.loss)
         loop.optimizer.step()
         loop.look()

@@ -72,6 +72,7 @@ class ForwardRecord:
         self.groups: list[GroupOutputs] = []
         self.dims: dict[int, int | None] = {}  # see BatchOutput
         self.done = False  # True after the backward pass
+        self.taken = model.passes.taken  # batches that the loop has taken so far
         self.compiled: CompiledModel | None = None  # runs the whole call
         self.inside: Any = None  # gives the CompiledModel that the loss calls
         self._returned: list[Returned] = []
@@ -377,7 +378,7 @@ class ForwardRecord:
             raise self.model.refused(
                 "a second backward pass of one batch. Each would be clipped by itself, "
                 "so that a sample counts twice.",
-                "Add the losses and call backward() once, or call the model again.",
+                "Add the losses and call backward() once.",
             )
         self.model.check_hooks()
         self.done = True

@@ -17,6 +17,7 @@ from opacus_ext.grad_sample.adapter.compiled import CompiledModel, InsideLoss
 from opacus_ext.grad_sample.adapter.forward import ForwardRecord
 from opacus_ext.grad_sample.adapter.inputs import InputReader, Inputs
 from opacus_ext.grad_sample.adapter.outputs import Leaf
+from opacus_ext.grad_sample.adapter.passes import Passes
 from opacus_ext.grad_sample.adapter.state import Notes, State, TensorSet, memory
 from opacus_ext.grad_sample.core.dynamo import (
     Settings,
@@ -87,6 +88,7 @@ class PrivateModel:
             gradients of its outputs; returns those of the record's leaves
         begin: called with the batch size before a forward pass
         size: batch size of the last call
+        passes: the backward passes whose gradients the next step takes
         compiles: True if samples may run in compiled programs
     """
 
@@ -115,6 +117,7 @@ class PrivateModel:
         self.begin: Callable[[int], None] = lambda size: None
         self.optimizer: Callable[[], Any] = lambda: None  # of one of several processes
         self.size = 0
+        self.passes = Passes()
         self.output_dims: dict[tuple[str, torch.Size], int] = {}  # see ForwardRecord
         self.initialized = False  # True once attributes of a first forward are set
         self.vmap_fails = False

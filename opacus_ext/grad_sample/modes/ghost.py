@@ -285,6 +285,7 @@ class Ghost(PrivateMode):
             raise
         for record in sources.records:
             record.mark_done()
+        self.private.passes.add(sources.records)
         self._set_grads(optimizer, total)
 
     def clip(

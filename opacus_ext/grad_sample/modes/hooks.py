@@ -146,6 +146,9 @@ class GradSampleMode(PrivateMode):
                 "sum; for batches that don't fit in memory use opacus.utils."
                 "batch_memory_manager.BatchMemoryManager.",
             )
+        if not kept:  # those before were dropped, or are a part of the sum
+            self.private.passes.forget(kept=False)
+        self.private.passes.add(record for record, _ in found)
         dense = [total.grads() for _, total in found]
         scale = size if self.loss_reduction == "mean" else 1
         for name, p in names.items():

@@ -1,0 +1,137 @@
+"""The records that the gradients of a step are of.
+
+What was drawn once is clipped once. So each backward pass is known by the draw that its
+inputs came from, as far as it can be told: by the tensors that the loader gave, by how
+many batches the loop has taken, by the inputs themselves.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Iterable, NamedTuple, Protocol
+
+import torch
+from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakIdKeyDictionary
+
+from opacus_ext.grad_sample.core.values import have_same_bits
+from opacus_ext.refused import Refused
+
+T = torch.Tensor
+
+
+class Counter(Protocol):
+    """Counts the batches that a loop takes from a loader."""
+
+    @property
+    def taken(self) -> int:
+        """Returns how many batches the loop has taken so far."""
+
+    def size_of(self, taken: int) -> int | None:
+        """Returns the number of records of the last of so many batches, if known."""
+
+
+class Draw(NamedTuple):
+    """A batch: the loader's counter, the number of its draw, and of it or its part."""
+
+    counter: Counter
+    number: int
+    part: int
+
+
+_draws = WeakIdKeyDictionary()  # by tensor
+
+
+def mark(batch: Any, draw: Draw) -> None:
+    """Notes that the tensors of a batch are of a draw."""
+    for x in tree_leaves(batch):
+        if isinstance(x, T):
+            _draws[x] = draw
+
+
+class Pass(NamedTuple):
+    """
+    One backward pass.
+
+    Attributes:
+        size: number of samples
+        draws: of which its inputs are known to be
+        inputs: tensors with their versions
+        taken: number of batches that the loop had taken from the model's loader
+    """
+
+    size: int
+    draws: frozenset[Draw]
+    inputs: tuple[tuple[T, int], ...]
+    taken: int
+
+    def has_records_of(self, other: Pass) -> bool:
+        """Returns True if both have tensors of one draw, or the same inputs."""
+        if self.draws and other.draws:
+            return bool(self.draws & other.draws)
+        if len(self.inputs) != len(other.inputs) or not self.inputs:
+            return False
+        if any(x._version != v for x, v in (*self.inputs, *other.inputs)):
+            return False  # they were changed since
+        pairs = zip(self.inputs, other.inputs)
+        return all(have_same_bits(x, y) for (x, _), (y, _) in pairs)
+
+
+class Passes:
+    """
+    The backward passes whose gradients the next step takes.
+
+    Attributes:
+        counter: of the loader of make_private; None if there is none
+    """
+
+    def __init__(self) -> None:
+        self.counter: Counter | None = None
+        self._new: list[Pass] = []  # of the gradients of the parameters
+        self._kept: list[Pass] = []  # of sums that physical batches have left
+
+    @property
+    def taken(self) -> int:
+        """Returns how many batches the loop has taken from the loader."""
+        return 0 if self.counter is None else self.counter.taken
+
+    def add(self, records: Iterable[Any]) -> None:
+        """Adds a pass through forward records; refuses records of an earlier one."""
+        records = list(records)
+        leaves = [x for r in records for x in tree_leaves(r.inputs.given)]
+        tensors = [x.detach() for x in leaves if isinstance(x, T) and x.numel()]
+        new = Pass(
+            max((r.size for r in records), default=0),
+            frozenset(_draws[x] for x in leaves if isinstance(x, T) and x in _draws),
+            tuple((x, x._version) for x in tensors if not x.is_inference()),
+            max((r.taken for r in records), default=0),
+        )
+        others = (*self._kept, *self._new)
+        if self._are_too_many(new, others) or any(map(new.has_records_of, others)):
+            raise Refused(
+                "A second backward pass in one step over records that were drawn once: "
+                "each pass is clipped by itself, so that a record would count twice.",
+                remedy="Add the losses of a batch and call backward() once. Batches of "
+                "other draws can be accumulated.",
+            )
+        self._new.append(new)
+
+    def _are_too_many(self, new: Pass, others: tuple[Pass, ...]) -> bool:
+        """Returns True if passes have more samples than the batch that was taken."""
+        drawn = self.counter.size_of(new.taken) if self.counter else None
+        same = sum(x.size for x in others if x.taken == new.taken)
+        return drawn is not None and bool(same) and same + new.size > drawn
+
+    def keep(self) -> None:
+        """Called when gradients are added to the sum of a logical batch."""
+        self._kept += self._new
+        self._new = []
+
+    def forget(self, kept: bool) -> None:
+        """Called when gradients are dropped, with those of the sum if ``kept``."""
+        self._new = []
+        if kept:
+            self._kept = []
+
+    def draws(self) -> frozenset[Draw]:
+        """Returns the draws that the gradients of a step are known to be of."""
+        return frozenset().union(*(x.draws for x in (*self._kept, *self._new)))

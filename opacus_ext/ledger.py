@@ -1,0 +1,101 @@
+"""What was spent, and what voids the guarantee, whatever an accountant says."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any, Dict, Iterable, List, Tuple
+
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+from opacus_ext.refused import warn_once
+
+#: Key of an entry of ``runs``: sentences on why the guarantee does not hold.
+BROKEN = "broken"
+
+#: Noise multiplier, sampling rate and number of steps, as accountants have them.
+History = List[Tuple[float, float, int]]
+
+
+class Ledger:
+    """
+    The steps of an engine in this process. It only grows, but for a checkpoint that is
+    loaded.
+
+    Attributes:
+        history: as accountants have it
+        others: the ledgers of engines that have trained the same parameters
+        beside: sentences on what its statements do not cover
+    """
+
+    def __init__(self) -> None:
+        self.history: History = []
+        self.others: List[Ledger] = []
+        self.beside: List[str] = []
+
+    def add(self, noise_multiplier: float, sample_rate: float) -> None:
+        """Adds one step."""
+        kind = noise_multiplier, sample_rate
+        if self.history and self.history[-1][:2] == kind:
+            self.history[-1] = (*kind, self.history[-1][2] + 1)
+        else:
+            self.history.append((*kind, 1))
+
+    def missing(self, history: Iterable[Any], others: bool = False) -> History:
+        """
+        Returns the steps that an accountant's history does not have, of this ledger or,
+        with ``others``, of those of the same parameters, too.
+        """
+        left: Dict[Tuple[float, float], int] = {}
+        for ledger in (self, *self.others) if others else (self,):
+            for noise, rate, steps in ledger.history:
+                left[noise, rate] = left.get((noise, rate), 0) + steps
+        for noise, rate, steps in history:
+            left[noise, rate] = left.get((noise, rate), 0) - steps
+        return [(*kind, steps) for kind, steps in left.items() if steps > 0]
+
+
+def with_steps(accountant: Any, steps: History) -> Any:
+    """Returns a copy of an accountant with more steps; itself if there are none."""
+    if not steps:
+        return accountant
+    found = copy.copy(accountant)
+    found.history = [*accountant.history, *steps]
+    return found
+
+
+_LEDGER = "opacus_ext_ledger"
+_of_parameter = WeakIdKeyDictionary()  # the ledgers of engines that have trained it
+
+
+def ledger_of(engine: Any) -> Ledger:
+    """Returns the ledger of an engine."""
+    return engine.__dict__.setdefault(_LEDGER, Ledger())
+
+
+def note_trained(engine: Any, params: Iterable[Tensor]) -> None:
+    """Notes that an engine trains parameters."""
+    own = ledger_of(engine)
+    for p in params:
+        known = _of_parameter.setdefault(p, [])
+        if own not in known:
+            for other in known:
+                own.others += [other] * (other not in own.others)
+                other.others += [own] * (own not in other.others)
+            known.append(own)
+
+
+def note_broken(optimizer: Any, key: str, reason: str) -> None:
+    """Tells once why the guarantee of a run does not hold; its statements do, too."""
+    run = getattr(optimizer, "run", None)
+    if run is not None and reason not in run.setdefault(BROKEN, []):
+        run[BROKEN].append(reason)
+    warn_once(optimizer, key, reason)
+
+
+def note_beside(optimizer: Any, key: str, reason: str) -> None:
+    """Tells once what the guarantee of a run does not cover; its statements do, too."""
+    ledger = getattr(optimizer, "ledger", None)
+    if ledger is not None and reason not in ledger.beside:
+        ledger.beside.append(reason)
+    warn_once(optimizer, key, f"Not covered by the epsilon of this run: {reason}")

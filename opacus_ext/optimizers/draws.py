@@ -1,0 +1,206 @@
+"""The draws of a loader, each of which one step may spend.
+
+A step is accounted for as one on records that were drawn for it. A draw that comes back
+(``itertools.cycle``, a list of batches, a seed in the loop) gains nothing from sampling
+any more, so that such a step counts as one on all records.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any, Collection, Dict, NamedTuple, Optional, Set
+
+import torch
+
+from opacus_ext.accountants.whole import record_whole
+from opacus_ext.grad_sample.adapter.passes import Draw
+from opacus_ext.ledger import ledger_of
+
+_AGAIN = (
+    "A step was taken on a draw that a step was taken on before (itertools.cycle of the "
+    "loader, a list of its batches, a seed in the loop): it is counted as one on all "
+    "records, so that epsilon grows faster."
+)
+_OF_ANOTHER = (
+    "A step was taken on records that the loader of another make_private drew, each "
+    "with probability {theirs:g}, and not {own:g}: it is counted with that."
+)
+_ALIKE = (
+    "What another run of this process has released, whose records were drawn by the "
+    "same random numbers (it was seeded alike): the two do not add up as independent "
+    "ones."
+)
+_KEPT = 2**16  # draws of which the state of the generator is known
+
+
+class Spent(NamedTuple):
+    """How a step is accounted for that is not one on a new draw of its loader."""
+
+    rate: float
+    reason: str
+    steps: int = 1
+
+
+class DrawCounter:
+    """
+    Counts the batches that a loop takes from a loader of make_private, and the steps.
+
+    Args:
+        optimizer: that steps on them
+        rate: probability with which a record is drawn; None if it is not known, so that
+            steps are accounted for as they are
+    """
+
+    def __init__(self, optimizer: Any, rate: Optional[float] = None):
+        self.rate, self.steps = rate, 0
+        self._optimizer = weakref.ref(optimizer)
+        self._taken_before = 0  # batches taken in earlier iterations
+        self._asked = self._drawn = self._ahead = 0  # in this iteration
+        self._draws = self._collated = 0  # in all
+        self._last: Dict[int, _Batch] = {}  # the last batches, by their count
+        self._batch = _Batch(0, 0)
+        self._by_state: Dict[int, int] = {}  # numbers of draws
+        self._spent: Set[int] = set()  # numbers of draws
+        self._states: Set[Any] = set()  # that they were drawn from
+        self._drew_at, self._stepped_at = 0, next_time()
+        self._is_over = False  # True once more steps than draws were counted
+        _counters.add(self)
+
+    # -- the loader --------------------------------------------------------------------
+
+    def begin(self, ahead: int) -> None:
+        """Begins an iteration, of which ``ahead`` batches are asked for early."""
+        self._taken_before, self._ahead = self.taken, ahead
+        self._asked = self._drawn = 0
+
+    def ask(self) -> None:
+        """Called when the loader asks for a batch, also behind the last one."""
+        self._asked += 1
+
+    def draw(self, size: int, state: Optional[int] = None) -> None:
+        """Counts a draw of some records, given a hash of the generator's state."""
+        self._drew_at = next_time()
+        self._draws += 1
+        number = self._draws
+        if state is not None:  # a state that comes back draws the same records
+            number = self._by_state.setdefault(state, number)
+            if len(self._by_state) > _KEPT:
+                del self._by_state[next(iter(self._by_state))]
+        self._batch = _Batch(number, size, state)
+        if number not in self._spent:
+            self._drawn += 1
+        count = self._taken_before + self._drawn
+        self._last[count] = self._batch
+        self._last.pop(count - 100 - self._ahead, None)
+
+    def collate(self) -> Draw:
+        """Returns the draw that is collated now, maybe in parts."""
+        self._collated += 1
+        return Draw(self, self._batch.number, self._collated)
+
+    @property
+    def taken(self) -> int:
+        """Returns how many batches the loop has taken so far."""
+        if not (self._collated or self._ahead):  # not by the loader
+            return 0
+        return self._taken_before + max(0, min(self._drawn, self._asked - self._ahead))
+
+    def size_of(self, taken: int) -> Optional[int]:
+        """Returns the number of records of the last of so many batches, if known."""
+        return self._last[taken].size if taken in self._last else None
+
+    # -- the steps ---------------------------------------------------------------------
+
+    def look(self, draws: Collection[Draw]) -> Optional[Spent]:
+        """Returns how the next step is accounted for; None for one on a new draw."""
+        if self.rate is None:
+            return None
+        own = {x.number for x in draws if x.counter is self}
+        others: Any = {x.counter for x in draws if x.counter is not self}
+        if own & self._spent:
+            return Spent(1.0, _AGAIN)
+        if not (own or others):  # by counting
+            others = {x for x in _others(self) if x._drew_at > self._stepped_at}
+            if self.taken and self.steps >= self.taken and not others:
+                return self._again()
+            others = others if self.steps >= self.taken else set()
+        rate = max((x.rate or 0.0 for x in others), default=0.0)
+        if rate <= self.rate:
+            return None
+        return Spent(rate, _OF_ANOTHER.format(theirs=rate, own=self.rate))
+
+    def _again(self) -> Optional[Spent]:
+        """
+        Returns how a step is accounted for that has no draw, by their number. One step
+        may be on records that the loop has made by itself; it is counted later.
+        """
+        if self.steps == self.taken:
+            return None
+        return Spent(1.0, _AGAIN, 1 if self._is_over else 2)
+
+    def spend(self, draws: Collection[Draw]) -> Optional[str]:
+        """Counts a step; returns what is wrong with its random numbers, if something"""
+        self._is_over = bool(self.taken) and self.steps > self.taken
+        self.steps += 1
+        self._stepped_at = next_time()
+        batch = self._last.get(self.taken)
+        own = {x.number for x in draws if x.counter is self}
+        if batch is not None and not draws:
+            own = {batch.number}
+        self._spent |= own
+        states = {x.state for x in self._last.values() if x.number in own} - {None}
+        self._states |= states
+        return _ALIKE if any(states & x._states for x in _others(self)) else None
+
+
+class _Batch(NamedTuple):
+    number: int  # of its draw
+    size: int
+    state: Optional[int] = None  # a hash of the state that drew it
+
+
+_counters: weakref.WeakSet[DrawCounter] = weakref.WeakSet()
+_times = 0
+
+
+def _others(counter: DrawCounter) -> Set[DrawCounter]:
+    """Returns the counters of other optimizers that are there."""
+    return {x for x in _counters if x._optimizer() not in (None, counter._optimizer())}
+
+
+def next_time() -> int:
+    """Returns a number that grows with each draw and step in this process."""
+    global _times
+    _times += 1
+    return _times
+
+
+def state_of(generator: Any) -> Optional[int]:
+    """Returns a hash of the state that a generator draws from; None if it has none."""
+    generator = torch.default_generator if generator is None else generator
+    if not isinstance(generator, torch.Generator):
+        return None  # the operating system's
+    return hash(generator.get_state().numpy().tobytes())
+
+
+def count_steps(engine: Any, optimizer: Any) -> None:
+    """Counts the steps of an optimizer by the draws that they spend, in the ledger."""
+    hook, accountant, ledger = optimizer.step_hook, engine.accountant, ledger_of(engine)
+
+    def count(dp_optimizer: Any) -> None:
+        spent, before = dp_optimizer.spent, accountant.history[-1:]
+        if spent is not None and accountant.mechanism() != "gdp":  # it knows one rate
+            record_whole(accountant, lambda: add(dp_optimizer, spent))
+            return
+        hook(dp_optimizer)
+        if accountant.history[-1:] != before:
+            ledger.add(*accountant.history[-1][:2])
+
+    def add(dp_optimizer: Any, spent: Spent) -> None:
+        noise = float(dp_optimizer.noise_multiplier)
+        rate = min(1.0, spent.rate * dp_optimizer.accumulated_iterations)
+        for _ in range(spent.steps):
+            accountant.step(noise_multiplier=noise, sample_rate=rate)
+            ledger.add(noise, rate)
+
+    optimizer.step_hook, optimizer.ledger = count, ledger
