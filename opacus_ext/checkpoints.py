@@ -131,7 +131,8 @@ def load_checkpoint(
     """
     ``PrivacyEngine.load_checkpoint``, without running code in the file. If loading
     fails in the middle, the model's weights may come from both runs, so the steps
-    of both are counted.
+    of both are counted. Noise and records are drawn afresh from then on, by all that
+    the engine has made private or will, whether the optimizer is passed or not.
 
     Args:
         repeat_noise: True resumes the run bit for bit, with the noise that it would
@@ -179,7 +180,7 @@ def load_checkpoint(
     elif hasattr(optimizer, "mix_noise"):
         optimizer.mix_noise()
     self.accountant.load_state_dict(spent)
-    ledger_of(self).history.clear()  # weights and steps are those of the checkpoint
+    ledger_of(self).go_on(repeats=optimizer if repeat_noise else None)
     add_runs(self, content.get(RUNS, []))
     return content
 

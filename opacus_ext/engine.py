@@ -28,7 +28,7 @@ from opacus_ext.accountants.whole import count_whole
 from opacus_ext.data.draws import count_records
 from opacus_ext.data.sampling import CyclicPoisson, Poisson, Sampling
 from opacus_ext.grad_sample.parallel.split import is_split_alone, place_of
-from opacus_ext.ledger import note_trained
+from opacus_ext.ledger import ledger_of, note_trained
 from opacus_ext.misuse import check_delta, check_loader, check_number, checked_epsilon
 from opacus_ext.optimizers.banded import Banded, BandedNoise, choose_bands
 from opacus_ext.optimizers.draws import count_steps
@@ -99,6 +99,7 @@ def with_sampling(make_private: Callable) -> Callable:
         note_trained(self, (p for group in groups for p in group["params"]))
         if hasattr(made[1], "spent"):  # not one of Opacus's own
             count_steps(self, made[1])
+        ledger_of(self).made(made[1], made[-1].batch_sampler)
         return made
 
     return make

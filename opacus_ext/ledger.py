@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import copy
+import secrets
+import weakref
 from typing import Any, Dict, Iterable, List, Tuple
 
+import torch
+from opacus.utils.uniform_sampler import UniformWithReplacementSampler
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -26,12 +30,33 @@ class Ledger:
         history: as accountants have it
         others: the ledgers of engines that have trained the same parameters
         beside: sentences on what its statements do not cover
+        goes_on: True if a checkpoint was loaded, from which other runs may go on, too
     """
+
+    goes_on = False
 
     def __init__(self) -> None:
         self.history: History = []
         self.others: List[Ledger] = []
         self.beside: List[str] = []
+        self._made: List[weakref.ref] = []  # optimizers, and samplers of loaders
+
+    def made(self, *parts: Any) -> None:
+        """Adds what draws random numbers: an optimizer, and the sampler of a loader."""
+        self._made += [weakref.ref(x) for x in parts if draws_numbers(x)]
+        if self.goes_on:
+            draw_afresh(parts)
+
+    def go_on(self, repeats: Any = None) -> None:
+        """
+        Called when a checkpoint was loaded: steps are those of the checkpoint, and all
+        later random numbers are new, but for those of an optimizer that ``repeats``.
+        """
+        self.history.clear()
+        if repeats is not None:
+            return
+        self.goes_on = True
+        draw_afresh(part() for part in self._made)
 
     def add(self, noise_multiplier: float, sample_rate: float) -> None:
         """Adds one step."""
@@ -53,6 +78,21 @@ class Ledger:
         for noise, rate, steps in history:
             left[noise, rate] = left.get((noise, rate), 0) - steps
         return [(*kind, steps) for kind, steps in left.items() if steps > 0]
+
+
+def draws_numbers(part: Any) -> bool:
+    """Returns True for what :func:`draw_afresh` knows."""
+    sampler = isinstance(part, UniformWithReplacementSampler)
+    return sampler or hasattr(part, "mix_noise")
+
+
+def draw_afresh(parts: Iterable[Any]) -> None:
+    """Gives optimizers and samplers random numbers that no run has had."""
+    for part in filter(draws_numbers, parts):
+        if hasattr(part, "mix_noise"):
+            part.mix_noise()
+        elif part.generator is None or isinstance(part.generator, torch.Generator):
+            part.generator = torch.Generator().manual_seed(secrets.randbits(63))
 
 
 def with_steps(accountant: Any, steps: History) -> Any:

@@ -147,7 +147,7 @@ class PrivateTraining:
         if self.saved is not None:
             self.noise.seed()
             self.engine.accountant.load_state_dict(self.saved["accountant"])
-            ledger_of(self.engine).history.clear()
+            ledger_of(self.engine).go_on(repeats=self)  # which draws by numbers
         called = module
         if self.process[1] > 1 and not any(
             isinstance(part, FSDPModule) for part in module.modules()

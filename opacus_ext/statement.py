@@ -243,9 +243,7 @@ def state(
             "random_numbers": random,
             "steps": sum(phase["steps"] for phase in phases),
             "phases": phases,
-            "runs": [
-                {k: v for k, v in run.items() if k not in hidden} for run in runs
-            ],
+            "runs": [{k: v for k, v in run.items() if k not in hidden} for run in runs],
             "notes": notes + more,
             "not_covered": [text.format(unit=unit) for text in texts] + ledger.beside,
             "versions": versions[-1] if versions else installed_versions(),

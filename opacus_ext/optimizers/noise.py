@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import weakref
 from typing import TYPE_CHECKING, Any, Dict, List, Mapping, Optional, Sequence, Set
 
 import torch
@@ -10,7 +11,9 @@ from opacus.optimizers import DPOptimizer
 from opacus.optimizers.optimizer import _check_processed_flag, _mark_as_processed
 from torch.distributed.tensor import DTensor
 
+from opacus_ext.ledger import note_beside
 from opacus_ext.optimizers.banded import BandedNoise
+from opacus_ext.optimizers.draws import state_of
 from opacus_ext.refused import Refused
 from opacus_ext.secure import SecureSource, gaussian_grid, release
 
@@ -19,6 +22,11 @@ if TYPE_CHECKING:
 else:
     Base = object  # a mixin comes before one of Opacus's optimizers
 
+_optimizers: "weakref.WeakSet[NoisyOptimizer]" = weakref.WeakSet()
+_ALIKE = (
+    "What another run of this process has released, which has the same noise (it was "
+    "seeded alike): the difference of the two has none."
+)
 # Parameters of so few entries share a draw: starting kernels takes longer than they do.
 _SMALL = 2**16
 # Keys of checkpoints.
@@ -41,8 +49,10 @@ class NoisyOptimizer(Base):
         self._noise_seed = draw_seed()
         self._noise_of = secrets.randbits(63)  # tells this optimizer's states apart
         self._noise_generators: Dict[torch.device, torch.Generator] = {}
-        self._noise_states: Set[int] = set()  # hashes of generators at earlier steps
+        self._noise_states: Set[Any] = set()  # hashes of generators at earlier steps
+        self._repeats = False  # True if it was told to repeat another's noise
         super().__init__(*args, **kwargs)
+        _optimizers.add(self)
 
     @property
     def gradient_noise_multiplier(self) -> float:
@@ -108,6 +118,7 @@ class NoisyOptimizer(Base):
                 parameter="repeat_noise",
                 remedy="Leave repeat_noise out, so that noise is drawn afresh.",
             )
+        self._repeats = True
         self._noise_seed = state["seed"]
         self._noise_generators = {
             torch.device(name): torch.Generator(name).set_state(generator.cpu())
@@ -154,7 +165,7 @@ class NoisyOptimizer(Base):
             return None
         if self._check_skip_next_step(pop_next=False):
             return None
-        state = hash(self._watched_generator().get_state().numpy().tobytes())
+        state = state_of(self._watched_generator())
         if state in self._noise_states:
             raise Refused(
                 "The generator of the noise is in the state of an earlier step, so "
@@ -164,6 +175,15 @@ class NoisyOptimizer(Base):
                 remedy="Seed it once, before make_private, and not in the loop.",
             )
         return state
+
+    def _note_noise(self, state: Optional[int]) -> None:
+        """Notes the state that a step's noise was drawn from."""
+        if state is None:
+            return
+        self._noise_states.add(state)
+        others = (x for x in _optimizers if x is not self and not self._repeats)
+        if any(state in other._noise_states for other in others):
+            note_beside(self, "noise", _ALIKE)
 
     # -- the noise ---------------------------------------------------------------------
 

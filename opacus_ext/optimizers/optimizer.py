@@ -155,8 +155,7 @@ class ClippingOptimizer(NoisyOptimizer):
             goes_on = super().pre_step(closure)
         finally:
             self._divides = False
-        if noise_state is not None:
-            self._noise_states.add(noise_state)
+        self._note_noise(noise_state)
         self._spend_draws(bool(goes_on))
         if goes_on and self.loop is not None:
             self.loop.check_step(self, self.norms)
