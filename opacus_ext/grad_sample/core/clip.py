@@ -13,6 +13,7 @@ from typing import Any, Callable, Iterable, Iterator, Sequence
 
 import torch
 
+from opacus_ext.clipping import check_parameters, is_built_in
 from opacus_ext.grad_sample.core.gradients import SMALL, GradSamples, gradients_of_group
 from opacus_ext.grad_sample.factors import (
     GradSample,
@@ -273,6 +274,7 @@ class ClippedSum:
         scale: float = 1.0,
     ):
         self.names, self.params = list(params), list(params.values())
+        check_parameters(clipping, len(self.params))
         self.clipping, self.on_nonfinite, self.scale = clipping, on_nonfinite, scale
         self.per_parameter = getattr(clipping, "per_parameter", False)
         dtype = torch.promote_types(self.params[0].dtype, torch.float32)
@@ -315,6 +317,8 @@ class ClippedSum:
     ) -> None:
         """Adds sums that were clipped with these norms."""
         norms = norms if finite else self._check_finite(norms, rows)[0]
+        if not is_built_in(self.clipping):
+            self._check_sensitivity(norms, self.clipping(norms))
         self._set_norms(rows, norms)
         self._add(sums)
 
@@ -322,7 +326,27 @@ class ClippedSum:
         """Returns clipping factors, and a mask of norms that are not finite or None."""
         norms, bad = self._check_finite(_over(norms, self.scale), rows)
         self._set_norms(rows, norms)
-        return clipping_factors(self.clipping, norms, self.scale, bad), bad
+        factors = clipping_factors(self.clipping, norms, self.scale, bad)
+        if not is_built_in(self.clipping):
+            self._check_sensitivity(norms, factors * self.scale)
+        return factors, bad
+
+    def _check_sensitivity(self, norms: T, factors: T) -> None:
+        """Refuses factors by which a gradient is longer than the sensitivity."""
+        finite = norms.isfinite()
+        some = finite.all(0) if finite.dim() > 1 else finite
+        lengths = (norms * factors)[..., some].reshape(-1, int(some.sum()))
+        most = self.clipping.sensitivity("add_or_remove_one")
+        wrong = ~(lengths.norm(dim=0) <= most * (1 + 1e-4))
+        if bool(wrong.any()):
+            raise Refused(
+                f"The clipping function leaves a gradient of norm "
+                f"{float(lengths.norm(dim=0)[wrong][0]):g}, and states a sensitivity "
+                f"of {most:g}.",
+                parameter="clipping",
+                remedy="Its factors times the norms, of all parameters together, must "
+                "not exceed what sensitivity or largest_norm returns.",
+            )
 
     @torch.no_grad()
     def add_one(self, row: int, by_id: dict[int, T]) -> None:

@@ -1,0 +1,258 @@
+"""Attacks on bounds, users, copies of records, empty batches, copies and settings."""
+
+import itertools
+
+import pytest
+import torch
+from torch import nn
+
+import opacus_ext.clipping
+from opacus_ext import Clipping, Refused, clipped_grads
+from opacus_ext.clipping import CLIPPINGS, find_clipping
+
+from .common import assert_same, clipped_sum, make_private, oracle, square_loss
+
+EVERY_MODE = pytest.mark.parametrize(
+    "grad_sample_mode", ["hooks", "ghost", "ghost_bk", "scan", "auto"]
+)
+
+# -- bounds ----------------------------------------------------------------------------
+
+
+def _sixteen():
+    """A loss of 16 parameters, whose gradients are 1,000 times a record."""
+    params = {f"w{i}": torch.zeros(2, requires_grad=True) for i in range(16)}
+
+    def loss(x):
+        return sum(1e3 * (x * w).sum() for w in params.values())
+
+    return loss, params
+
+
+class _Broadcast:
+    """A function by parameter of one's own, whose one bound is meant for all."""
+
+    per_parameter = True
+
+    def __call__(self, norms):
+        return (torch.ones(1, 1) / norms).clamp(max=1.0)
+
+    def sensitivity(self, relation):
+        return 1.0
+
+
+def _by_parameter(norms, bound):
+    return (torch.as_tensor(bound).to(norms)[:, None] / norms).clamp(max=1.0)
+
+
+_OWN = Clipping("by_parameter", _by_parameter, per_parameter=True)
+
+
+@pytest.mark.parametrize(
+    "clipping, words",
+    [
+        (lambda: CLIPPINGS["per_layer"].at([1.0]), "each of the 16 .* got 1 of them"),
+        (lambda: CLIPPINGS["per_layer"].at([1.0] * 15), "16 .* got 15 of them"),
+        (lambda: CLIPPINGS["per_layer"].at([1.0] * 17), "16 .* got 17 of them"),
+        (lambda: CLIPPINGS["per_layer"].at(1.0), "list .* got 1.0"),
+        (lambda: CLIPPINGS["per_layer"].at([1.0, -1.0]), "got 2 of them"),
+        (lambda: CLIPPINGS["per_layer"].at([1.0, float("nan")]), "got 2 of them"),
+        (lambda: _OWN.at([1.0]), "by_parameter.* 16 .* got 1 of them"),
+        (lambda: _OWN.at(1.0), "by_parameter.* list .* got 1.0"),
+        (lambda: CLIPPINGS["flat"].at([1.0]), "flat.* one positive number; got 1 of"),
+        (lambda: CLIPPINGS["automatic"].at([1.0] * 16), "automatic.*got 16 of them"),
+        (lambda: CLIPPINGS["normalized"].at(float("inf")), "normalized.*got inf"),
+        (lambda: CLIPPINGS["flat"].at(True), "flat.*got True"),
+        (_Broadcast, "norm 4, and states a sensitivity of 1"),
+        (lambda: Clipping("long", lambda n, b: 2 * b / n).at(1.0), "norm 2, and"),
+        (lambda: Clipping("nan", lambda n, b: n * float("nan")).at(1.0), "norm nan"),
+    ],
+)
+def test_bounds_for_another_number_of_parameters(clipping, words):
+    loss, params = _sixteen()
+    with pytest.raises(Refused, match=words):
+        clipped_grads(loss, params, torch.ones(3, 2), clipping())
+
+
+@pytest.mark.parametrize("fullgraph", [True, False])
+def test_bounds_for_another_number_of_parameters_compiled(fullgraph):
+    loss, params = _sixteen()
+    clipping = CLIPPINGS["per_layer"].at([1.0])
+    step = torch.compile(
+        lambda x: clipped_grads(loss, params, x, clipping).sums,
+        fullgraph=fullgraph,
+        backend="eager",
+    )
+    with pytest.raises(RuntimeError, match="each of the 16 trained parameter tensors"):
+        step(torch.ones(3, 2))
+
+
+@pytest.mark.parametrize("given", [torch.ones(16), (1.0,) * 16, [torch.ones(())] * 16])
+def test_bounds_that_fit(given):
+    loss, params = _sixteen()
+    clipping = CLIPPINGS["per_layer"].at(given)
+    found = clipped_grads(loss, params, torch.ones(1, 2), clipping)
+    assert clipping.sensitivity() == pytest.approx(4.0)
+    total = torch.stack([x.norm() for x in found.sums.values()]).norm()
+    assert float(total) == pytest.approx(4.0, rel=1e-4)
+
+
+@pytest.mark.parametrize("name", sorted({*CLIPPINGS, "by_parameter"}))
+@pytest.mark.parametrize("bound", [0.03, 1.0, 40.0])
+def test_the_sensitivity_is_what_one_record_moves(name, bound, monkeypatch):
+    """At least for any record, and nearly for one of a large gradient."""
+    monkeypatch.setitem(opacus_ext.clipping.CLIPPINGS, "by_parameter", _OWN)
+    loss, params = _sixteen()
+    kind = find_clipping(name)
+    several = [bound * (1 + i) / 16 for i in range(16)]
+    clipping = kind.at(several if kind.per_parameter else bound)
+    torch.manual_seed(0)
+    base = torch.randn(4, 2)
+    records = [s * torch.randn(2) for s in (1e-6, 1e-4, 1e-2, 1.0, 1e3) for _ in "ab"]
+
+    def total(*more):
+        given = torch.cat([base, *(x[None] for x in more)])
+        sums = clipped_grads(loss, params, given, clipping).sums
+        return torch.cat([x.flatten().double() for x in sums.values()])
+
+    gaps = [float((total(x) - total()).norm()) for x in records]
+    assert max(gaps) <= clipping.sensitivity("add_or_remove_one") * (1 + 1e-5)
+    assert max(gaps) >= clipping.sensitivity("add_or_remove_one") * 0.99
+    pairs = itertools.product(records[-2:], records[-2:])
+    swapped = [float((total(x) - total(y)).norm()) for x, y in pairs]
+    assert max(swapped) <= clipping.sensitivity("replace_one") * (1 + 1e-5)
+
+
+# -- parameters that are frozen and thawed ---------------------------------------------
+
+X = torch.randn(4, 3, generator=torch.Generator().manual_seed(0)).double()
+
+
+def _three():
+    torch.manual_seed(1)
+    layers = nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3, bias=False), nn.Linear(3, 2)
+    return nn.Sequential(*layers).double()
+
+
+def _moved(private, model, change):
+    """What a call changes, times the batch size."""
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    change(private)
+    return {n: 4 * (before[n] - p.detach()) for n, p in model.named_parameters()}
+
+
+def _expected(model, names, clipping, bounds):
+    given = [bounds[n] for n in names] if clipping == "per_layer" else 0.5
+    found = clipped_sum(oracle(model, X, square_loss), clipping, given)
+    every = model.named_parameters()
+    return {n: found.get(n, torch.zeros_like(p)).detach() for n, p in every}
+
+
+def _private(mode, model, clipping, **kwargs):
+    bounds = {n: 0.1 * 2**i for i, (n, _) in enumerate(model.named_parameters())}
+    given = [*bounds.values()] if clipping == "per_layer" else 0.5
+    given = dict(max_grad_norm=given, clipping=clipping, **kwargs)
+    params = model.parameters()
+    optimizer = torch.optim.SGD(params, lr=1.0)
+    return bounds, make_private(model, mode, batch_size=4, optimizer=optimizer, **given)
+
+
+@EVERY_MODE
+@pytest.mark.parametrize("clipping", ["per_layer", "flat"])
+def test_frozen_in_a_run_and_thawed(grad_sample_mode, clipping):
+    model = _three()
+    bounds, private = _private(grad_sample_mode, model, clipping)
+    every = [n for n, _ in model.named_parameters()]
+    for frozen in ((), (0,), (0, 2), (), (2, 3), (1,), ()):
+        names = [n for i, n in enumerate(every) if i not in frozen]
+        for n, p in model.named_parameters():
+            p.requires_grad_(n in names)
+        expected = _expected(model, names, clipping, bounds)
+        got = _moved(private, model, lambda x: x.step(X, square_loss))
+        assert_same(got, expected)
+        own = [bounds[n] for n in names] if clipping == "per_layer" else [0.5]
+        squares = sum(bound**2 for bound in own)
+        assert private.optimizer.sensitivity == pytest.approx(squares**0.5)
+
+
+@EVERY_MODE
+@pytest.mark.parametrize("clipping", ["per_layer", "flat"])
+@pytest.mark.parametrize("at", [0, -1])
+def test_frozen_between_backward_and_step(grad_sample_mode, clipping, at):
+    """It is left as it is: its gradient has no noise. Later it begins anew."""
+    model = _three()
+    bounds, private = _private(grad_sample_mode, model, clipping)
+    name, p = [*model.named_parameters()][at]
+    p.requires_grad_(grad_sample_mode != "hooks")  # which clips within the step
+    trained = [n for n, p in model.named_parameters() if p.requires_grad]
+    expected = _expected(model, trained, clipping, bounds)
+    expected[name] = torch.zeros_like(p)
+    p.requires_grad_(True)
+
+    def step(private):
+        private.optimizer.zero_grad()
+        private.backward(X, square_loss)
+        p.requires_grad_(False)
+        private.optimizer.step()
+
+    assert_same(_moved(private, model, step), expected)
+    private.optimizer.zero_grad()
+    p.requires_grad_(True)
+    expected = _expected(model, [*bounds], clipping, bounds)
+    assert_same(_moved(private, model, lambda x: x.step(X, square_loss)), expected)
+
+
+@EVERY_MODE
+@pytest.mark.parametrize("clipping", ["per_layer", "flat"])
+def test_frozen_within_a_logical_batch(grad_sample_mode, clipping):
+    """What it has of the first half is not added to a later step."""
+    model = _three()
+    bounds, private = _private(grad_sample_mode, model, clipping)
+    p = model[2].weight
+
+    def half(private, x, skip):
+        private.optimizer.signal_skip_step(skip)
+        private.optimizer.zero_grad()
+        private.backward(x, square_loss)
+        private.optimizer.step()
+
+    half(private, X[:2], True)
+    p.requires_grad_(False)
+    half(private, X[2:], False)
+    private.optimizer.zero_grad()
+    p.requires_grad_(True)
+    expected = _expected(model, [*bounds], clipping, bounds)
+    assert_same(_moved(private, model, lambda x: x.step(X, square_loss)), expected)
+
+
+@EVERY_MODE
+def test_thawed_without_a_bound(grad_sample_mode):
+    model = _three()
+    model[2].requires_grad_(False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    given = dict(max_grad_norm=[0.1] * 4, clipping="per_layer", optimizer=optimizer)
+    private = make_private(model, grad_sample_mode, batch_size=4, **given)
+    private.step(X, square_loss)
+    model[2].requires_grad_(True)
+    before = [p.detach().clone() for p in model.parameters()]
+    private.optimizer.zero_grad()
+    with pytest.raises(Refused, match="2.weight was frozen at make_private") as caught:
+        private.backward(X, square_loss)
+        private.optimizer.step()
+    assert caught.value.parameter == "2.weight"
+    assert all(map(torch.equal, before, model.parameters()))
+    private.optimizer.zero_grad()
+    model[2].requires_grad_(False)
+    private.step(X, square_loss)
+
+
+@EVERY_MODE
+def test_thawed_between_backward_and_step(grad_sample_mode):
+    model = _three()
+    model[0].requires_grad_(False)
+    _, private = _private(grad_sample_mode, model, "flat")
+    private.optimizer.zero_grad()
+    private.backward(X, square_loss)
+    model[0].requires_grad_(True)
+    with pytest.raises(ValueError):
+        private.optimizer.step()
