@@ -1,7 +1,10 @@
 """Attacks on bounds, users, copies of records, empty batches, copies and settings."""
 
+import decimal
 import itertools
+import uuid
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -9,6 +12,7 @@ from torch import nn
 import opacus_ext.clipping
 from opacus_ext import Clipping, Refused, clipped_grads
 from opacus_ext.clipping import CLIPPINGS, find_clipping
+from opacus_ext.data import UserRecords
 
 from .common import assert_same, clipped_sum, make_private, oracle, square_loss
 
@@ -256,3 +260,81 @@ def test_thawed_between_backward_and_step(grad_sample_mode):
     model[0].requires_grad_(True)
     with pytest.raises(ValueError):
         private.optimizer.step()
+
+
+# -- users -----------------------------------------------------------------------------
+
+FOUR = [i % 4 for i in range(24)]
+_U = [uuid.UUID(int=i) for i in range(4)]
+_KEYED = [{"x": i, "by": torch.tensor(u)} for i, u in enumerate(FOUR)]
+
+
+@pytest.mark.parametrize(
+    "users, expected",
+    [
+        ([torch.tensor(i) for i in FOUR], [0, 1, 2, 3]),
+        ([torch.tensor([[i]]) for i in FOUR], [0, 1, 2, 3]),
+        ([torch.tensor(float(i)) for i in FOUR], [0, 1, 2, 3]),
+        (torch.tensor(FOUR)[:, None], [0, 1, 2, 3]),
+        (torch.tensor(FOUR).float(), [0, 1, 2, 3]),
+        (np.array(FOUR), [0, 1, 2, 3]),
+        ([np.array([i]) for i in FOUR], [0, 1, 2, 3]),
+        ([np.array(i) for i in FOUR], [0, 1, 2, 3]),
+        ([np.int16(i) if i else torch.tensor(0) for i in FOUR], [0, 1, 2, 3]),
+        ([np.float32(i) for i in FOUR], [0, 1, 2, 3]),
+        ([float(i) for i in FOUR], [0, 1, 2, 3]),
+        ([torch.tensor(i > 1) for i in FOUR], [0, 1]),
+        ([np.bool_(i > 1) if i % 2 else i > 1 for i in FOUR], [0, 1]),
+        ([np.str_(f"u{i}") for i in FOUR], ["u0", "u1", "u2", "u3"]),
+        (np.array([f"u{i}" for i in FOUR]), ["u0", "u1", "u2", "u3"]),
+        (np.array([f"u{i}" for i in FOUR], object), ["u0", "u1", "u2", "u3"]),
+        ([np.array(f"u{i}") for i in FOUR], ["u0", "u1", "u2", "u3"]),
+        ([uuid.UUID(int=i) for i in FOUR], [str(u) for u in _U]),
+        ([_U[i] if k % 2 else str(_U[i]) for k, i in enumerate(FOUR)], [*map(str, _U)]),
+        ([b"u%d" % i for i in FOUR], [b"u0", b"u1", b"u2", b"u3"]),
+        ([np.bytes_(b"u%d" % i) for i in FOUR], [b"u0", b"u1", b"u2", b"u3"]),
+        ([(torch.tensor(i), "a") for i in FOUR], [(i, "a") for i in range(4)]),
+    ],
+)
+def test_users_are_as_many_as_their_values(users, expected):
+    found = UserRecords(list(range(24)), users)
+    assert found.users == expected and len(found) == len(expected)
+    kinds = {type(x) for x in found.users}
+    assert kinds <= {int, str, bytes, tuple}
+    every = sorted(found[i] for i in range(len(found)) for _ in range(200))
+    assert {*every} == {*range(24)}
+
+
+def test_users_by_a_key_that_holds_tensors():
+    assert UserRecords(_KEYED, "by").users == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        float("nan"),
+        np.float64("nan"),
+        torch.tensor(float("nan")),
+        float("inf"),
+        0.5,
+        torch.tensor(0.5),
+        torch.tensor([1, 2]),
+        np.array([1, 2]),
+        np.array([]),
+        (1, float("nan")),
+        None,
+        object(),
+        [1],
+        {"id": 1},
+        1j,
+        decimal.Decimal(1),
+        np.datetime64("2020-01-01"),
+    ],
+    ids=str,
+)
+def test_users_of_whom_it_is_not_known_whether_they_are_one(wrong):
+    users = [*FOUR]
+    users[5] = wrong
+    with pytest.raises(Refused, match="user of record 5") as caught:
+        UserRecords(list(range(24)), users)
+    assert caught.value.parameter == "users"
