@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 
+from opacus_ext.data.copies import refuse_copies
 from opacus_ext.data.logical import PhysicalBatch, logical_loader
 from opacus_ext.data.sampling import Poisson, Sampling
 from opacus_ext.engine import INDEPENDENT
@@ -643,6 +644,7 @@ def _refuse_data(loader: Any, optimizers: List[Any]) -> None:
             "set with a length; not one that is private already (DPDataLoader, "
             "DPLightningDataModule).",
         )
+    refuse_copies(loader.dataset, "train_dataloaders")
     if len(optimizers) != 1:
         raise Refused(
             f"configure_optimizers gave {len(optimizers)} optimizers.",

@@ -41,6 +41,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from opacus_ext import checkpoints, misuse, peft, validators
 from opacus_ext.accountants import PRVBoundsAccountant
 from opacus_ext.clipping import CLIPPINGS, find_clipping
+from opacus_ext.data.copies import refuse_copies
 from opacus_ext.data.draws import Splits
 from opacus_ext.engine import WRAPPERS, has_own_criterion
 from opacus_ext.grad_sample import samplers
@@ -351,6 +352,7 @@ def _make_private(make_private: Callable) -> Callable:
             if _stock or kwargs.get("grad_sample_mode", "hooks") not in MODES:
                 _refuse_trained_as_is(module, kwargs.get("grad_sample_mode", "hooks"))
             if _stock:
+                refuse_copies(getattr(kwargs["data_loader"], "dataset", None))
                 return make_private(self, module=module, **kwargs)
             fresh = not hasattr(module, "autograd_grad_sample_hooks")
             if on_nonfinite not in ("drop", "raise"):

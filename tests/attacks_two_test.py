@@ -7,12 +7,26 @@ import uuid
 import numpy as np
 import pytest
 import torch
+from opacus import PrivacyEngine
+from opacus.utils.adaptive_clipping.adaptive_clipping_utils import (
+    PrivacyEngineAdaptiveClipping,
+)
 from torch import nn
+from torch.utils.data import (
+    ConcatDataset,
+    DataLoader,
+    Dataset,
+    StackDataset,
+    Subset,
+    TensorDataset,
+    random_split,
+)
 
 import opacus_ext.clipping
 from opacus_ext import Clipping, Refused, clipped_grads
 from opacus_ext.clipping import CLIPPINGS, find_clipping
-from opacus_ext.data import UserRecords
+from opacus_ext.data import Poisson, UserRecords
+from opacus_ext.data.copies import find_copies
 
 from .common import assert_same, clipped_sum, make_private, oracle, square_loss
 
@@ -338,3 +352,240 @@ def test_users_of_whom_it_is_not_known_whether_they_are_one(wrong):
     with pytest.raises(Refused, match="user of record 5") as caught:
         UserRecords(list(range(24)), users)
     assert caught.value.parameter == "users"
+
+
+# -- copies of a record ----------------------------------------------------------------
+
+ROWS = TensorDataset(torch.randn(8, 3), torch.arange(8) % 2)
+LIST = [{"x": torch.randn(3), "y": i % 2} for i in range(8)]
+
+
+class _Plain(Dataset):
+    """Of which no more is known than its length."""
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, i):
+        return ROWS[i]
+
+
+class _Around(Dataset):
+    """Augments another data set."""
+
+    def __init__(self, dataset):
+        self.dataset = dataset
+
+    def __len__(self):
+        return len(self.dataset)
+
+    def __getitem__(self, i):
+        return self.dataset[i]
+
+
+class _Unsized(Dataset):
+    def __getitem__(self, i):
+        return ROWS[i]
+
+
+class _Selected(_Plain):
+    """As ``datasets.Dataset.select`` makes it."""
+
+    def __init__(self, data, indices=None):
+        self._data, self._indices = data, None
+        if indices is not None:
+            self._indices = _Table(indices)
+
+    def __len__(self):
+        return 8 if self._indices is None else len(self._indices.values)
+
+
+class _Table:
+    def __init__(self, values):
+        self.values = np.array(values)
+
+    def column(self, i):
+        assert i == 0
+        return self
+
+    def to_numpy(self):
+        return self.values
+
+
+PLAIN, DATA = _Plain(), object()
+INPUTS, LABELS = ROWS.tensors
+COPIED = {
+    "an index twice": (Subset(PLAIN, [0, 1, 2, 1]), (1, 3)),
+    "from the end": (Subset(PLAIN, [0, 1, -8]), (0, 2)),
+    "of a tensor": (Subset(PLAIN, torch.tensor([3, 1, 3])), (0, 2)),
+    "of tensors": (Subset(PLAIN, [*torch.tensor([3, 1, 3])]), (0, 2)),
+    "of numpy": (Subset(PLAIN, np.array([3, 1, 1])), (1, 2)),
+    "of unsized": (Subset(_Unsized(), [3, 1, 1]), (1, 2)),
+    "of a list": (Subset(LIST, [3, 1, 1]), (1, 2)),
+    "twice": (ConcatDataset([PLAIN, PLAIN]), (0, 8)),
+    "tensors twice": (ConcatDataset([ROWS, ROWS]), (0, 8)),
+    "the same tensors": (ConcatDataset([ROWS, TensorDataset(INPUTS, LABELS)]), (0, 8)),
+    "slices": (
+        ConcatDataset(
+            [
+                TensorDataset(INPUTS[:5], LABELS[:5]),
+                TensorDataset(INPUTS[4:], LABELS[4:]),
+            ]
+        ),
+        (4, 5),
+    ),
+    "overlapping": (
+        ConcatDataset([Subset(PLAIN, range(5)), Subset(PLAIN, range(4, 8))]),
+        (4, 5),
+    ),
+    "a subset of a subset": (Subset(Subset(PLAIN, [5, 6, 5]), [2, 0]), (0, 1)),
+    "a part of both": (Subset(ConcatDataset([PLAIN, PLAIN]), [3, 11]), (0, 1)),
+    "all and some": (ConcatDataset([PLAIN, Subset(PLAIN, [6])]), (6, 8)),
+    "deep": (ConcatDataset([_Around(Subset(PLAIN, [2])), PLAIN]), (0, 3)),
+    "augmented": (ConcatDataset([PLAIN, _Around(PLAIN)]), (0, 8)),
+    "around a subset": (_Around(Subset(PLAIN, [1, 1])), (0, 1)),
+    "stacked": (
+        StackDataset(Subset(INPUTS, [1, 2, 1]), Subset(LABELS, [1, 2, 1])),
+        (0, 2),
+    ),
+    "stacked by name": (
+        StackDataset(x=Subset(INPUTS, [1, 1]), y=Subset(LABELS, [3, 3])),
+        (0, 1),
+    ),
+    "expanded": (TensorDataset(INPUTS[:1].expand(4, 3), LABELS[:1].expand(4)), (0, 1)),
+    "one object": ([*LIST, LIST[3]], (3, 8)),
+    "one object of both": (ConcatDataset([LIST, LIST[2:4]]), (2, 8)),
+    "one pair": ([(INPUTS[0], 1), (INPUTS[1], 1)] * 2, (0, 2)),
+    "selected": (_Selected(DATA, [0, 0, 1]), (0, 1)),
+    "selected twice": (
+        ConcatDataset([_Selected(DATA, [0, 1]), _Selected(DATA, [1, 2])]),
+        (1, 2),
+    ),
+    "a user twice": (Subset(UserRecords(ROWS, [0, 1] * 4), [0, 0]), (0, 1)),
+    "users twice": (ConcatDataset([UserRecords(ROWS, [0, 1] * 4)] * 2), (0, 2)),
+    "as a record, too": (ConcatDataset([UserRecords(ROWS, [5] * 8), ROWS]), (0, 1)),
+}
+ONCE = {
+    "a subset": Subset(PLAIN, [5, 3, 1]),
+    "split": ConcatDataset(random_split(PLAIN, [3, 5])),
+    "two": ConcatDataset([PLAIN, _Plain()]),
+    "two of tensors": ConcatDataset([ROWS, TensorDataset(INPUTS.clone(), LABELS)]),
+    "stacked": StackDataset(Subset(INPUTS, [0, 1, 2]), Subset(LABELS, [1, 1, 1])),
+    "a label for all": TensorDataset(INPUTS, torch.zeros(()).expand(8)),
+    "numbers": [1, 2, 1, 1],
+    "words": ["a", "b", "a"],
+    "pairs of numbers": [(1, 0)] * 4,
+    "empty tensors": ConcatDataset(
+        [TensorDataset(torch.zeros(4, 0)), TensorDataset(torch.zeros(4, 0))]
+    ),
+    "selected": _Selected(DATA, [3, 1, 2]),
+    "not selected": _Selected(DATA),
+    "users": UserRecords(Subset(ROWS, [0, 1, 0, 1]), ["a", "b", "a", "b"]),
+    "slices": ConcatDataset(
+        [TensorDataset(INPUTS[:5], LABELS[:5]), TensorDataset(INPUTS[5:], LABELS[5:])],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", COPIED)
+def test_one_record_under_two_numbers(name):
+    dataset, numbers = COPIED[name]
+    assert find_copies(dataset) == numbers
+
+
+@pytest.mark.parametrize("name", ONCE)
+def test_each_record_once(name):
+    assert find_copies(ONCE[name]) is None
+
+
+def _given(dataset, **kwargs):
+    model = nn.Linear(3, 2)
+    return dict(
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        data_loader=DataLoader(dataset, batch_size=2),
+        max_grad_norm=1.0,
+        **kwargs,
+    )
+
+
+_BUDGET = dict(target_epsilon=3.0, target_delta=1e-3, epochs=1)
+TWICE = Subset(ROWS, [0, 1, 2, 1])
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        *(dict(grad_sample_mode=m) for m in ("hooks", "functorch", "ghost", "scan")),
+        *(dict(grad_sample_mode=m) for m in ("ghost_bk", "auto", "ew")),
+        dict(poisson_sampling=False),
+        dict(sampling=Poisson(expected_batch_size=2)),
+        dict(wrap_model=False),
+    ],
+    ids=str,
+)
+def test_copies_are_refused_by_make_private(given):
+    match = r"Records 1 and 3 of the data set \(Subset\)"
+    with pytest.raises(Refused, match=match) as caught:
+        PrivacyEngine().make_private(noise_multiplier=1.0, **_given(TWICE, **given))
+    assert caught.value.parameter == "data_loader"
+    with pytest.raises(Refused, match=match):
+        PrivacyEngine().make_private_with_epsilon(**_BUDGET, **_given(TWICE, **given))
+
+
+def test_copies_are_refused_by_other_engines_and_loaders():
+    given = dict(noise_multiplier=1.0, target_unclipped_quantile=0.5)
+    given.update(min_clipbound=0.1, max_clipbound=9.0, clipbound_learning_rate=0.1)
+    with pytest.raises(Refused, match="Records 1 and 3"):
+        PrivacyEngineAdaptiveClipping().make_private(**_given(TWICE, **given))
+    opacus_ext.unregister()
+    try:
+        loader = PrivacyEngine().make_private(noise_multiplier=1.0, **_given(TWICE))[2]
+    finally:
+        opacus_ext.register()
+    given = {**_given(ROWS), "data_loader": loader}
+    with pytest.raises(Refused, match="Records 1 and 3"):
+        PrivacyEngine().make_private(noise_multiplier=1.0, **given)
+
+
+def test_copies_are_refused_by_trainers(tmp_path):
+    pytest.importorskip("transformers")
+    from transformers import TrainingArguments
+
+    from opacus_ext.trainer import PrivacyArguments, PrivateTrainer
+
+    args = TrainingArguments(tmp_path, use_cpu=True, report_to="none")
+    privacy = PrivacyArguments(noise_multiplier=1.0, target_delta=1e-3)
+    with pytest.raises(Refused, match="Records 3 and 8") as caught:
+        PrivateTrainer(
+            nn.Linear(3, 2), args, train_dataset=[*LIST, LIST[3]], privacy=privacy
+        )
+    assert caught.value.parameter == "train_dataset"
+
+
+def test_copies_are_refused_by_lightning():
+    L = pytest.importorskip("lightning")
+    from lightning.pytorch.demos.boring_classes import BoringModel
+
+    from opacus_ext.lightning import PrivacyCallback
+
+    privacy = PrivacyCallback(
+        target_delta=1e-3, noise_multiplier=1.0, grad_sample_mode="hooks"
+    )
+    off = dict(logger=False, enable_checkpointing=False, enable_progress_bar=False)
+    off.update(accelerator="cpu", enable_model_summary=False)
+    data = torch.randn(4, 32)
+    with pytest.raises(Refused, match="Records 0 and 1") as caught:
+        L.Trainer(callbacks=[privacy], max_steps=1, **off).fit(
+            BoringModel(), DataLoader(Subset(data, [2, 2, 1]), batch_size=2)
+        )
+    assert caught.value.parameter == "train_dataloaders"
+
+
+def test_copies_of_two_users():
+    twice = Subset(ROWS, [0, 1, 2, 1])
+    with pytest.raises(Refused, match="1 and 3 .* belong to users 'b' and 'd'"):
+        UserRecords(twice, ["a", "b", "c", "d"])
+    assert UserRecords(twice, ["a", "b", "c", "b"]).users == ["a", "b", "c"]
+    with pytest.raises(Refused, match="1 and 2 .* belong to users 5 and 6"):
+        UserRecords(Subset(ROWS, [7, 7, 7]), [5, 5, 6])

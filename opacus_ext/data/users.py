@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
+from opacus_ext.data.copies import find_copies
 from opacus_ext.refused import Refused
 
 
@@ -22,6 +23,9 @@ class UserRecords(Dataset):
     a user, however many records the user has. Records are drawn by torch's default
     generator, as random transforms are; PrivateTrainer and PrivacyCallback seed it, so
     that a run that goes on draws what it would have drawn.
+
+    Copies of a record (a ``Subset`` with an index twice, say) belong to one user, and
+    are drawn as several of that user's records.
 
     Args:
         dataset: the records, by number
@@ -36,10 +40,11 @@ class UserRecords(Dataset):
     Attributes:
         users: the users of the items, in order of first appearance; numbers are ints,
             and UUIDs strings
+        indices: the number of each user's first record
 
     Raises:
         Refused: if there are no records, or not one user a record, or a user is no such
-            value
+            value, or two users have one record
 
     Example:
         >>> texts = [{"text": "a", "by": 7}, {"text": "b", "by": 9},
@@ -75,9 +80,21 @@ class UserRecords(Dataset):
             )
         self.records_per_step = records_per_step
         self._records: Dict[Hashable, List[int]] = {}  # numbers, by user
+        ids = [_plain(user, i) for i, user in enumerate(ids)]
         for i, user in enumerate(ids):
-            self._records.setdefault(_plain(user, i), []).append(i)
+            self._records.setdefault(user, []).append(i)
         self.users = list(self._records)
+        self.indices = [own[0] for own in self._records.values()]
+        found = find_copies(dataset, [self._records[user][0] for user in ids])
+        if found is not None:
+            first, second = (ids[i] for i in found)
+            raise Refused(
+                f"Records {found.first} and {found.second} are one and the same, and "
+                f"belong to users {first!r} and {second!r}.",
+                parameter="users",
+                remedy="Give all copies of a record the same user, or each record "
+                "once.",
+            )
 
     def __len__(self) -> int:
         return len(self.users)
