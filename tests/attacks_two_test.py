@@ -1,5 +1,6 @@
 """Attacks on bounds, users, copies of records, empty batches, copies and settings."""
 
+import collections
 import decimal
 import itertools
 import uuid
@@ -12,6 +13,7 @@ from opacus.utils.adaptive_clipping.adaptive_clipping_utils import (
     PrivacyEngineAdaptiveClipping,
 )
 from torch import nn
+from torch.nn import functional as F
 from torch.utils.data import (
     ConcatDataset,
     DataLoader,
@@ -589,3 +591,195 @@ def test_copies_of_two_users():
     assert UserRecords(twice, ["a", "b", "c", "b"]).users == ["a", "b", "c"]
     with pytest.raises(Refused, match="1 and 2 .* belong to users 5 and 6"):
         UserRecords(Subset(ROWS, [7, 7, 7]), [5, 5, 6])
+
+
+# -- draws without records -------------------------------------------------------------
+
+Pair = collections.namedtuple("Pair", "x text")
+
+
+class _Batch(collections.UserDict):
+    """As a BatchEncoding of transformers is."""
+
+
+def _records(of):
+    return [of(torch.ones(3) + i, i) for i in range(4)]
+
+
+def _listed(records):
+    """Tensors, and what else there is of each record and of the batch."""
+    x = torch.stack([x for x, _ in records])
+    names = [f"record {i}" for _, i in records]
+    return {
+        "x": x,
+        "names": names,
+        "lengths": tuple(i for _, i in records),
+        "objects": [object() for _ in records],
+        "arrays": [np.ones(i + 1) for _, i in records],
+        "boxes": [torch.ones(i + 1, 2) for _, i in records],
+        "array": np.stack([x.numpy() for x, _ in records]),
+        "number": torch.tensor(len(records)),
+        "most": max(i for _, i in records),
+        "kind": names[0],
+        "is_last": False,
+        "nothing": None,
+        "nested": ({"ids": names}, [x, names]),
+    }
+
+
+def _one_by_one(records):
+    return Pair(torch.stack([x for x, _ in records]), [str(i) for _, i in records])
+
+
+_NONE = torch.zeros(0, 3)
+_EMPTY = {
+    "x": _NONE,
+    "names": [],
+    "lengths": (),
+    "objects": [],
+    "arrays": [],
+    "boxes": [],
+    "array": np.zeros((0, 3), np.float32),
+    "number": torch.tensor(0),
+    "most": 0,
+    "kind": "",
+    "is_last": False,
+    "nothing": None,
+    "nested": ({"ids": []}, [_NONE, []]),
+}
+DRAWS = {
+    "tensors and text": (lambda x, i: (x, f"text {i}"), None, [_NONE, ()]),
+    "a dict": (lambda x, i: {"x": x, "of": "abcd"[i]}, None, {"x": _NONE, "of": []}),
+    "words": (
+        lambda x, i: {"x": x, "words": ["a", "b"]},
+        None,
+        {"x": _NONE, "words": [(), ()]},
+    ),
+    "one word": (lambda x, i: (x, ["a"]), None, [_NONE, [()]]),
+    "a named tuple": (lambda x, i: (x, i), _one_by_one, Pair(_NONE, [])),
+    "all kinds": (lambda x, i: (x, i), _listed, _EMPTY),
+    "a user's dict": (
+        lambda x, i: (x, i),
+        lambda records: _Batch(_listed(records)),
+        _Batch(_EMPTY),
+    ),
+    "of tensors alone": (
+        lambda x, i: (x, i),
+        lambda records: _Batch(x=torch.stack([x for x, _ in records])),
+        _Batch(x=_NONE),
+    ),
+}
+
+
+def _is_same(got, expected):
+    assert type(got) in (type(expected), {list: tuple, tuple: list}.get(type(expected)))
+    if isinstance(expected, (torch.Tensor, np.ndarray)):
+        assert got.dtype == expected.dtype and got.shape == expected.shape
+        assert (got == expected).all()
+    elif isinstance(expected, collections.abc.Mapping):
+        assert [*got] == [*expected]
+        for key in expected:
+            _is_same(got[key], expected[key])
+    elif isinstance(expected, (list, tuple)):
+        assert len(got) == len(expected)
+        for pair in zip(got, expected):
+            _is_same(*pair)
+    else:
+        assert got == expected
+
+
+def _drawn(records, collate, rate=0.2, **kwargs):
+    """A private loader, whose draws are often empty."""
+    given = dict(_given(records), **kwargs)
+    workers = given.pop("workers", 0)
+    given["data_loader"] = DataLoader(
+        records,
+        batch_size=1,
+        collate_fn=collate,
+        num_workers=workers,
+        generator=torch.Generator().manual_seed(given.pop("seed", 0)),
+    )
+    sampling = Poisson(sample_rate=rate, steps=12)
+    return PrivacyEngine().make_private(
+        noise_multiplier=1.0, sampling=sampling, **given
+    )
+
+
+def _x(batch):
+    return batch[0] if isinstance(batch, (list, tuple)) else batch["x"]
+
+
+@pytest.mark.parametrize("name", DRAWS)
+@pytest.mark.parametrize("grad_sample_mode", ["hooks", "ghost_bk"])
+@pytest.mark.parametrize("first", [True, False])
+def test_a_draw_without_records(name, grad_sample_mode, first):
+    """The first one and later ones, which are trained on as others are."""
+    of, collate, expected = DRAWS[name]
+    data = _records(of)
+    for seed in range(20):
+        made = _drawn(data, collate, seed=seed, grad_sample_mode=grad_sample_mode)
+        model, optimizer, *criterion, loader = made
+        state = torch.get_rng_state()
+        batches = [*loader]
+        assert torch.equal(torch.get_rng_state(), state)
+        empty = [not len(_x(batch)) for batch in batches]
+        if empty[0] == first and len({*empty}) == 2:
+            break
+    for batch in batches:
+        if not len(_x(batch)):
+            _is_same(batch, expected)
+        optimizer.zero_grad()
+        losses = model(_x(batch).clone())
+        labels = torch.zeros(len(losses), dtype=torch.long)
+        if criterion:
+            criterion[0](losses, labels).backward()
+        else:
+            F.cross_entropy(losses, labels).nan_to_num().backward()
+        optimizer.step()
+    assert all(p.isfinite().all() for p in model.parameters())
+
+
+def test_a_draw_without_records_in_workers():
+    made = _drawn(_records(lambda x, i: (x, f"text {i}")), None, workers=1)
+    batches = [*made[-1]]
+    empty = [batch for batch in batches if not len(batch[0])]
+    assert empty and len(empty) < len(batches)
+    for batch in empty:
+        _is_same(batch, [_NONE, ()])
+
+
+def test_a_draw_without_records_batch_second_or_random():
+    def collate(records):
+        x = torch.stack([x for x, _ in records], 1)
+        return {"x": x, "y": torch.arange(len(records)), "text": ["t"] * len(records)}
+
+    data = _records(lambda x, i: (x, i))
+    loader = _drawn(data, collate, 1e-9, batch_first=False)[-1]
+    expected = {"x": torch.zeros(3, 0), "y": torch.arange(0), "text": []}
+    _is_same(next(iter(loader)), expected)
+    loader = _drawn(data, _listed, 1e-9, rand_on_empty=True)[-1]
+    found = next(iter(loader))
+    assert found["x"].shape == (1, 3) and found["names"] == [""]
+    assert found["lengths"] == (0,) and found["array"].shape == (1, 3)
+
+
+def test_a_draw_without_records_of_a_batch_encoding():
+    transformers = pytest.importorskip("transformers")
+
+    def collate(records):
+        x = torch.stack([x for x, _ in records])
+        return transformers.BatchEncoding({"input_ids": x, "text": ["t"] * len(x)})
+
+    found = next(iter(_drawn(_records(lambda x, i: (x, i)), collate, 1e-9)[-1]))
+    assert isinstance(found, transformers.BatchEncoding) and found["text"] == []
+    assert found.to("cpu")["input_ids"].shape == (0, 3)
+
+
+def test_a_draw_without_records_of_another_kind():
+    class Graphs:
+        pass
+
+    loader = _drawn(_records(lambda x, i: (x, i)), lambda records: Graphs(), 1e-9)[-1]
+    with pytest.raises(Refused, match="Graphs, which the loader's") as caught:
+        next(iter(loader))
+    assert caught.value.parameter == "collate_fn"
