@@ -30,7 +30,14 @@ from opacus_ext.clipping import CLIPPINGS, find_clipping
 from opacus_ext.data import Poisson, UserRecords
 from opacus_ext.data.copies import find_copies
 
-from .common import assert_same, clipped_sum, make_private, oracle, square_loss
+from .common import (
+    assert_same,
+    clipped_sum,
+    make_private,
+    oracle,
+    run_mode,
+    square_loss,
+)
 
 EVERY_MODE = pytest.mark.parametrize(
     "grad_sample_mode", ["hooks", "ghost", "ghost_bk", "scan", "auto"]
@@ -396,13 +403,13 @@ class _Selected(_Plain):
     def __init__(self, data, indices=None):
         self._data, self._indices = data, None
         if indices is not None:
-            self._indices = _Table(indices)
+            self._indices = _Column(indices)
 
     def __len__(self):
         return 8 if self._indices is None else len(self._indices.values)
 
 
-class _Table:
+class _Column:
     def __init__(self, values):
         self.values = np.array(values)
 
@@ -783,3 +790,119 @@ def test_a_draw_without_records_of_another_kind():
     with pytest.raises(Refused, match="Graphs, which the loader's") as caught:
         next(iter(loader))
     assert caught.value.parameter == "collate_fn"
+
+
+# -- sequences of no tokens ------------------------------------------------------------
+
+
+class _Table(nn.Module):
+    """Rows of tables, and a position for each token."""
+
+    def __init__(self):
+        super().__init__()
+        self.rows, self.bias = nn.Parameter(torch.randn(7, 4)), nn.Parameter(
+            torch.ones(7)
+        )
+        self.places = nn.Embedding(5, 4)
+
+    def forward(self, ids):
+        x = self.rows[ids] * self.bias[ids].unsqueeze(-1)
+        return x + self.places(torch.arange(ids.shape[1]))
+
+
+class _Attends(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Parameter(torch.randn(1, 1, 4))
+        self.embedding = nn.Embedding(7, 4, padding_idx=0)
+        self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
+
+    def forward(self, ids):
+        x = torch.cat([self.first.expand(len(ids), 1, 4), self.embedding(ids)], 1)
+        return self.attention(x, x, x)[0]
+
+
+def _tagger():
+    return nn.Sequential(nn.Embedding(7, 4), nn.LayerNorm(4), nn.Linear(4, 7))
+
+
+class _Mean(nn.Module):
+    def forward(self, x):
+        return x.mean(1)
+
+
+NO_IDS = torch.zeros(3, 0, dtype=torch.long)
+NO_ROWS = torch.zeros(3, 0, 4).double()
+NO_TOKENS = {
+    "embedding": (_tagger, NO_IDS),
+    "table": (_Table, NO_IDS),
+    "linear": (lambda: nn.Linear(4, 7), NO_ROWS),
+    "one before": (_Attends, NO_IDS),
+}
+EVERY_WAY = pytest.mark.parametrize(
+    "grad_sample_mode", ["hooks", "functorch", "ghost", "ghost_bk", "scan", "auto"]
+)
+
+
+def _cross_entropy(model, ids):
+    """The mean over tokens, which is NaN over none, with gradients of zero."""
+    y = model(ids)
+    return F.cross_entropy(
+        y.mT, y.new_zeros(y.shape[:2]).long(), reduction="none"
+    ).mean(1)
+
+
+@EVERY_WAY
+@pytest.mark.parametrize("name", NO_TOKENS)
+@pytest.mark.parametrize("loss", [square_loss, _cross_entropy])
+def test_sequences_of_no_tokens(grad_sample_mode, name, loss):
+    make, x = NO_TOKENS[name]
+    model = make().double()
+    for size in (3, 1, 0):
+        expected = clipped_sum(oracle(model, x[:size], loss))
+        assert all(total.isfinite().all() for total in expected.values())
+        assert_same(run_mode(grad_sample_mode, True, model, x[:size], loss), expected)
+
+
+@EVERY_WAY
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_no_tokens_in_a_criterion_with_a_shape(grad_sample_mode, reduction):
+    model, criterion = _tagger(), nn.CrossEntropyLoss(reduction=reduction)
+    given = dict(criterion=criterion, loss_reduction=reduction, batch_size=3)
+    private = make_private(model, grad_sample_mode, **given)
+    before = [p.detach().clone() for p in model.parameters()]
+    outputs = private.module(NO_IDS).flatten(0, 1)
+    if private.criterion is None:
+        loss = criterion(outputs, NO_IDS.flatten())
+    else:
+        loss = private.criterion(outputs, NO_IDS.flatten(), shape=[3, 0])
+    assert loss.isnan() if reduction == "mean" else loss == 0
+    loss.backward()
+    private.optimizer.step()
+    assert all(map(torch.equal, before, model.parameters()))
+
+
+@EVERY_WAY
+def test_no_tokens_whose_mean_is_not_finite(grad_sample_mode):
+    model = nn.Sequential(_Mean(), nn.Linear(4, 2)).double()
+    with pytest.warns(RuntimeWarning, match="not finite"):
+        found = run_mode(grad_sample_mode, True, model, NO_ROWS, square_loss)
+    assert all((total == 0).all() for total in found.values())
+    given = dict(batch_size=3, on_nonfinite="raise")
+    private = make_private(model, grad_sample_mode, **given)
+    with pytest.raises(Refused, match="not finite"):
+        private.step(NO_ROWS, square_loss)
+
+
+def test_no_tokens_in_clipped_grads():
+    model = _tagger().double()
+    params, rows = dict(model.named_parameters()), [torch.arange(n) for n in (3, 0, 2)]
+
+    def loss(ids):
+        return F.cross_entropy(model(ids).flatten(0, 1), ids.flatten())
+
+    for x in (NO_IDS, NO_IDS[:1]):
+        found = clipped_grads(loss, params, x, 1.0)
+        assert found.losses.isnan().all() and (found.norms == 0).all()
+    norms = clipped_grads(loss, params, rows, 1.0, take=lambda x, i: x[i][None]).norms
+    assert (norms > 0).tolist() == [True, False, True]

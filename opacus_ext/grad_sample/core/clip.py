@@ -333,16 +333,15 @@ class ClippedSum:
 
     def _check_sensitivity(self, norms: T, factors: T) -> None:
         """Refuses factors by which a gradient is longer than the sensitivity."""
-        finite = norms.isfinite()
-        some = finite.all(0) if finite.dim() > 1 else finite
-        lengths = (norms * factors)[..., some].reshape(-1, int(some.sum()))
+        finite, lengths = norms.isfinite(), (norms * factors).abs()
+        if norms.dim() > 1:
+            finite, lengths = finite.all(0), lengths.norm(dim=0)
         most = self.clipping.sensitivity("add_or_remove_one")
-        wrong = ~(lengths.norm(dim=0) <= most * (1 + 1e-4))
+        wrong = finite & ~(lengths <= most * (1 + 1e-4))
         if bool(wrong.any()):
             raise Refused(
-                f"The clipping function leaves a gradient of norm "
-                f"{float(lengths.norm(dim=0)[wrong][0]):g}, and states a sensitivity "
-                f"of {most:g}.",
+                "The clipping function leaves a gradient of norm "
+                f"{float(lengths[wrong][0]):g}, and states a sensitivity of {most:g}.",
                 parameter="clipping",
                 remedy="Its factors times the norms, of all parameters together, must "
                 "not exceed what sensitivity or largest_norm returns.",
