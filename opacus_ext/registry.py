@@ -34,6 +34,7 @@ from opacus.grad_sample import (
     GradSampleModuleFastGradientClipping,
 )
 from opacus.grad_sample.gsm_base import OPACUS_PARAM_MONKEYPATCH_ATTRS
+from opacus.optimizers import DPOptimizer
 from opacus.validators import ModuleValidator
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
@@ -63,6 +64,7 @@ from opacus_ext.optimizers.distributed import (
 )
 from opacus_ext.optimizers.loop import watch_loader, watch_steps
 from opacus_ext.optimizers.optimizer import (
+    ClippingOptimizer,
     GhostDPOptimizer,
     HooksDPOptimizer,
     optimizer_class,
@@ -122,6 +124,8 @@ def register() -> None:
     _replace(memory, "BatchSplittingSampler", Splits)
     for name, wrap in (("make_private", _make_private), *WRAPPERS.items()):
         _replace(PrivacyEngine, name, wrap(getattr(PrivacyEngine, name)))
+    for name in ("__reduce_ex__", "__setstate__"):
+        _replace(DPOptimizer, name, getattr(ClippingOptimizer, name))
     for name, method in checkpoints.METHODS.items():
         _replace(PrivacyEngine, name, method)
     PrivacyEngine.privacy_statement = privacy_statement

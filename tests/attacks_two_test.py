@@ -1,14 +1,18 @@
 """Attacks on bounds, users, copies of records, empty batches, copies and settings."""
 
 import collections
+import copy
 import decimal
+import io
 import itertools
+import pickle
 import uuid
 
 import numpy as np
 import pytest
 import torch
 from opacus import PrivacyEngine
+from opacus.optimizers import DPOptimizer
 from opacus.utils.adaptive_clipping.adaptive_clipping_utils import (
     PrivacyEngineAdaptiveClipping,
 )
@@ -906,3 +910,45 @@ def test_no_tokens_in_clipped_grads():
         assert found.losses.isnan().all() and (found.norms == 0).all()
     norms = clipped_grads(loss, params, rows, 1.0, take=lambda x, i: x[i][None]).norms
     assert (norms > 0).tolist() == [True, False, True]
+
+
+# -- copies of an optimizer ------------------------------------------------------------
+
+COPIES = {
+    "deepcopy": copy.deepcopy,
+    "copy": copy.copy,
+    "pickle": lambda x: pickle.loads(pickle.dumps(x)),
+    "torch.save": lambda x: torch.save(x, io.BytesIO()),
+    "with the model": lambda x: copy.deepcopy((x.mode, x)),
+    "in a scheduler": lambda x: copy.deepcopy(torch.optim.lr_scheduler.StepLR(x, 1)),
+    "before": lambda x: type(x)
+    .__new__(type(x))
+    .__setstate__({"state": {}, "param_groups": [], "defaults": {}}),
+}
+
+
+@EVERY_MODE
+@pytest.mark.parametrize("name", COPIES)
+@pytest.mark.parametrize("clipping", ["flat", "automatic"])
+def test_a_copy_of_an_optimizer_breaks_no_other(grad_sample_mode, name, clipping):
+    given = dict(batch_size=4, clipping=clipping)
+    first = make_private(_three(), grad_sample_mode, **given)
+    second = make_private(_three(), grad_sample_mode, **given)
+    first.step(X, square_loss)
+    with pytest.raises(Refused, match="is not copied or pickled") as caught:
+        COPIES[name](first.optimizer)
+    assert caught.value.parameter == "optimizer"
+    for private in (first, second, make_private(_three(), grad_sample_mode, **given)):
+        private.step(X, square_loss)
+        state = copy.deepcopy(private.optimizer.state_dict())
+        private.optimizer.load_state_dict(state)
+
+
+def test_a_copy_of_an_optimizer_of_opacus_breaks_no_other():
+    """Ours are subclasses of it."""
+    private = make_private(_three(), "hooks", batch_size=4)
+    given = dict(noise_multiplier=1.0, max_grad_norm=1.0, expected_batch_size=4)
+    stock = DPOptimizer(torch.optim.SGD(nn.Linear(2, 2).parameters(), 0.1), **given)
+    with pytest.raises(Refused, match="DPOptimizer is not copied or pickled"):
+        copy.deepcopy(stock)
+    private.step(X, square_loss)

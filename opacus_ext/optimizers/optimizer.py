@@ -251,6 +251,17 @@ class ClippingOptimizer(NoisyOptimizer):
             Refused: if what a step takes is not what a clipped backward pass has left
         """
 
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        """
+        Refuses copies (``copy``, ``pickle``): two runs would have the same noise, and
+        torch's way to restore one leaves optimizers of the class without ``step()``.
+        """
+        raise _no_copy(self)
+
+    def __setstate__(self, state: Any) -> NoReturn:
+        """Refuses copies that were pickled before."""
+        raise _no_copy(self)
+
     def attach_step_hook(self, fn: Callable[[Any], None]) -> None:
         """
         Adds a function that is called after each step that counts, and after the
@@ -322,6 +333,16 @@ class ClippingOptimizer(NoisyOptimizer):
                     setattr(p, name, None)
         if not self._is_last_step_skipped:
             self.norms, self._clipped_at = [], None
+
+
+def _no_copy(optimizer: Any) -> Refused:
+    return Refused(
+        f"{type(optimizer).__name__} is not copied or pickled: the copy would add the "
+        "same noise, and have a model that is not private.",
+        parameter="optimizer",
+        remedy="Keep optimizer.state_dict(). For a second run copy model and optimizer "
+        "before make_private, and call it for each.",
+    )
 
 
 _WITH_HOOKS: "weakref.WeakSet[HooksDPOptimizer]" = weakref.WeakSet()
