@@ -358,7 +358,14 @@ def _make_private(make_private: Callable) -> Callable:
             if _stock:
                 refuse_copies(getattr(kwargs["data_loader"], "dataset", None))
                 return make_private(self, module=module, **kwargs)
-            fresh = not hasattr(module, "autograd_grad_sample_hooks")
+            mode, by_hand = MODES.get(kwargs.get("grad_sample_mode", "hooks")), None
+            if mode is not None and kwargs.get("wrap_model", True):
+                by_hand = common.ByHand.of(module, mode.module, **kwargs)
+            if by_hand is not None and common.private_model_of(module) is not None:
+                module, by_hand = vars(module)["made"], None  # a second time
+            module = module if by_hand is None else by_hand.wrapper._module
+            fresh = by_hand is not None
+            fresh = fresh or not hasattr(module, "autograd_grad_sample_hooks")
             if on_nonfinite not in ("drop", "raise"):
                 raise Refused(
                     f'on_nonfinite is "drop" or "raise", got {on_nonfinite!r}.',
@@ -372,10 +379,13 @@ def _make_private(make_private: Callable) -> Callable:
                 dict(take=take, shared=tuple(shared), on_nonfinite=on_nonfinite)
             )
             try:
+                if by_hand is not None:
+                    by_hand.remove()
                 made = make_private(self, module=module, **kwargs)
                 _attach(module, *made, on_nonfinite=on_nonfinite)
-                mode = kwargs.get("grad_sample_mode", "hooks")
-                if mode in MODES and MODES[mode].criterion and len(made) == 3:
+                if by_hand is not None:
+                    by_hand.redirect(made[0])
+                if mode is not None and mode.criterion and len(made) == 3:
                     first, optimizer, loader = made
                     criterion = self._prepare_criterion(
                         module=first,
@@ -390,6 +400,8 @@ def _make_private(make_private: Callable) -> Callable:
                 self.dataset = dataset
                 if fresh:
                     _clean(module)
+                if by_hand is not None:
+                    by_hand.put_back()
                 raise
             finally:
                 common.settings.reset(given)

@@ -12,6 +12,10 @@ import numpy as np
 import pytest
 import torch
 from opacus import PrivacyEngine
+from opacus.grad_sample import (
+    GradSampleModule,
+    GradSampleModuleFastGradientClipping,
+)
 from opacus.optimizers import DPOptimizer
 from opacus.utils.adaptive_clipping.adaptive_clipping_utils import (
     PrivacyEngineAdaptiveClipping,
@@ -952,3 +956,95 @@ def test_a_copy_of_an_optimizer_of_opacus_breaks_no_other():
     with pytest.raises(Refused, match="DPOptimizer is not copied or pickled"):
         copy.deepcopy(stock)
     private.step(X, square_loss)
+
+
+# -- wrappers of Opacus that were made by hand -----------------------------------------
+
+BY_HAND = {
+    "hooks": GradSampleModule,
+    "functorch": GradSampleModule,
+    "ghost": GradSampleModuleFastGradientClipping,
+    "ghost_bk": GradSampleModuleFastGradientClipping,
+    "scan": GradSampleModuleFastGradientClipping,
+    "auto": GradSampleModuleFastGradientClipping,
+}
+
+
+@EVERY_WAY
+@pytest.mark.parametrize("used", [False, True])
+def test_a_wrapper_by_hand_trains_as_without(grad_sample_mode, used):
+    """Whoever is called: the wrapper, what was returned, or the model."""
+    plain, model = _three(), _three()
+    expected = make_private(plain, grad_sample_mode, batch_size=4)
+    by_hand = BY_HAND[grad_sample_mode](model)
+    if used:
+        square_loss(by_hand, X).mean().backward()
+        by_hand(X)
+    private = make_private(by_hand, grad_sample_mode, batch_size=4)
+    returned = private.module
+    if used:  # a second time, as for a GAN
+        given = dict(batch_size=4, optimizer=private.optimizer)
+        private = make_private(by_hand, grad_sample_mode, **given)
+    assert private.module is returned and returned._module is model
+    for module in (by_hand, returned, model, by_hand):
+        private.module = module
+        expected.step(X, square_loss)
+        private.step(X, square_loss)
+        assert all(map(torch.equal, plain.parameters(), model.parameters()))
+    with pytest.raises(Refused if private.criterion else ValueError):
+        private.optimizer.zero_grad()
+        private.optimizer.step()
+    standard = by_hand.to_standard_module()
+    assert standard is model and not hasattr(model, "autograd_grad_sample_hooks")
+    for module in (by_hand, returned, model):
+        before = [p.detach().clone() for p in model.parameters()]
+        square_loss(module, X).mean().backward()
+        assert all(p.grad is not None for p in model.parameters())
+        assert not any(hasattr(p, "grad_sample") for p in model.parameters())
+        assert all(map(torch.equal, before, model.parameters()))
+    assert not model[0]._forward_hooks and not model[0]._backward_hooks
+
+
+@EVERY_WAY
+@pytest.mark.parametrize(
+    "given",
+    [dict(batch_first=False), dict(loss_reduction="sum"), dict(noise_multiplier=-1.0)],
+    ids=str,
+)
+def test_a_wrapper_by_hand_with_other_arguments(grad_sample_mode, given):
+    """Opacus's own error, or ours; the wrapper works on as it did."""
+    by_hand = BY_HAND[grad_sample_mode](_three())
+    with pytest.raises(
+        ValueError, match="doesn't match new arg|Make them the same|must be a num"
+    ):
+        make_private(by_hand, grad_sample_mode, batch_size=4, **given)
+    assert type(by_hand) is BY_HAND[grad_sample_mode]
+    square_loss(by_hand, X).mean().backward()
+    name = "grad_sample" if "hooks" == grad_sample_mode else "_norm_sample"
+    if grad_sample_mode not in ("functorch",):
+        assert all(len(getattr(p, name)) == 4 for p in by_hand.parameters())
+
+
+@EVERY_WAY
+def test_a_wrapper_by_hand_of_what_is_refused(grad_sample_mode, monkeypatch):
+    by_hand = BY_HAND[grad_sample_mode](_three())
+
+    def fail(*args, **kwargs):
+        raise Refused("no", remedy="none")
+
+    monkeypatch.setattr(PrivacyEngine, "_prepare_optimizer", fail)
+    with pytest.raises(Refused, match="no none"):
+        make_private(by_hand, grad_sample_mode, batch_size=4)
+    monkeypatch.undo()
+    assert type(by_hand) is BY_HAND[grad_sample_mode]
+    make_private(by_hand, grad_sample_mode, batch_size=4).step(X, square_loss)
+
+
+@pytest.mark.parametrize("kind", [GradSampleModule, None])
+def test_a_wrapper_by_hand_of_another_mode(kind):
+    class Own(GradSampleModule):
+        pass
+
+    with pytest.raises(ValueError, match="doesn't match new arguments"):
+        mode = "hooks" if kind is None else "ghost"
+        make_private((kind or Own)(_three()), mode, batch_size=4)
