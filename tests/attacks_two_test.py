@@ -1048,3 +1048,243 @@ def test_a_wrapper_by_hand_of_another_mode(kind):
     with pytest.raises(ValueError, match="doesn't match new arguments"):
         mode = "hooks" if kind is None else "ghost"
         make_private((kind or Own)(_three()), mode, batch_size=4)
+
+
+# -- what a run rests on, changed in its middle ----------------------------------------
+
+
+def _set(where, name, change):
+    """Changes an attribute at the end of an attribute's path."""
+
+    def apply(owner):
+        for part in where.split(".") if where else ():
+            owner = getattr(owner, part)
+        setattr(owner, name, change(getattr(owner, name)))
+
+    return apply
+
+
+def _twice(x):
+    return 2 * x
+
+
+def _halved(x):
+    return x / 2
+
+
+IN_TRAINER = {
+    "gradient_accumulation_steps": _set("args", "gradient_accumulation_steps", _twice),
+    "per_device_train_batch_size": _set("args", "per_device_train_batch_size", _twice),
+    "max_steps": _set("args", "max_steps", _twice),
+    "max_steps of the state": _set("state", "max_steps", _twice),
+    "args": _set("", "args", copy.copy),
+    "train_dataset": _set("", "train_dataset", list),
+    "len": lambda trainer: trainer.train_dataset.append(trainer.train_dataset[0]),
+    "target_delta": _set("privacy", "target_delta", _halved),
+    "noise_multiplier": _set("privacy", "noise_multiplier", _halved),
+    "privacy_seed": _set("privacy", "privacy_seed", lambda x: x + 1),
+    "noise_multiplier of the optimizer": _set(
+        "_training.optimizer", "noise_multiplier", _halved
+    ),
+    "max_grad_norm": _set("_training.optimizer", "max_grad_norm", _twice),
+    "expected_batch_size": _set("_training.optimizer", "expected_batch_size", _twice),
+    "accountant": _set("engine", "accountant", copy.deepcopy),
+    "sampling": _set(
+        "_training.sampler", "sampling", lambda x: Poisson(sample_rate=0.9)
+    ),
+}
+HARMLESS = {
+    "log_loss": _set("privacy", "log_loss", lambda x: not x),
+    "logging_steps": _set("args", "logging_steps", _twice),
+    "should_save": _set("control", "should_save", lambda x: False),
+    "lr": lambda trainer: trainer.optimizer.param_groups[0].update(lr=1e-3),
+}
+
+
+class _Linear(nn.Linear):
+    def forward(self, x, y):
+        logits = super().forward(x)
+        return {"loss": F.cross_entropy(logits, y), "logits": logits}
+
+
+def _trained(tmp_path, change, hook, **kwargs):
+    """The error of a run with a callback, its weights after steps, and the trainer."""
+    import transformers
+
+    from opacus_ext.trainer import PrivacyArguments, PrivateTrainer
+
+    found = []
+
+    class Changes(transformers.TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            found.append(trainer.model.weight.detach().clone())
+
+    def changes(self, args, state, control, **kwargs):
+        if state.global_step == 2:
+            change(trainer)
+
+    before = getattr(Changes, hook)
+
+    def both(self, *args, **kwargs):
+        before(self, *args, **kwargs)
+        changes(self, *args, **kwargs)
+
+    setattr(Changes, hook, both)
+    torch.manual_seed(0)
+    args = transformers.TrainingArguments(
+        tmp_path,
+        max_steps=4,
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=2,
+        use_cpu=True,
+        report_to="none",
+        save_strategy="no",
+        disable_tqdm=True,
+        logging_strategy="no",
+    )
+    privacy = dict(noise_multiplier=1.0, target_delta=1e-3, privacy_seed=1)
+    privacy.update(grad_sample_mode="ghost_bk")
+    trainer = PrivateTrainer(
+        _Linear(3, 2),
+        args,
+        train_dataset=[{"x": torch.randn(3), "y": i % 2} for i in range(8)],
+        privacy=PrivacyArguments(**privacy),
+        callbacks=[Changes()],
+    )
+    try:
+        trainer.train()
+    except Refused as refused:
+        return refused, found, trainer
+    return None, found, trainer
+
+
+@pytest.mark.parametrize("hook", ["on_step_end", "on_substep_end", "on_step_begin"])
+@pytest.mark.parametrize("name", IN_TRAINER)
+def test_a_callback_that_changes_what_a_run_rests_on(name, hook, tmp_path):
+    pytest.importorskip("transformers")
+    error, weights, trainer = _trained(tmp_path, IN_TRAINER[name], hook)
+    assert error is not None and error.parameter == name.partition(" ")[0]
+    assert "when training began" in str(error)
+    assert len(weights) == 2
+    assert torch.equal(trainer.model.weight, weights[-1])
+
+
+@pytest.mark.parametrize("name", ["noise_multiplier of the optimizer", "args", "len"])
+def test_a_callback_just_before_the_step(name, tmp_path):
+    pytest.importorskip("transformers")
+    given = IN_TRAINER[name], "on_pre_optimizer_step"
+    error, weights, trainer = _trained(tmp_path, *given)
+    assert error is not None and len(weights) == 2
+    assert torch.equal(trainer.model.weight, weights[-1])
+
+
+@pytest.mark.parametrize("name", HARMLESS)
+def test_a_callback_that_changes_something_else(name, tmp_path):
+    pytest.importorskip("transformers")
+    error, weights, trainer = _trained(tmp_path, HARMLESS[name], "on_step_end")
+    assert error is None and len(weights) == 4
+    trainer.args.per_device_train_batch_size = 4  # of the next run
+    trainer.args.max_steps = 2
+    trainer.train()
+    assert len(weights) == 6
+
+
+IN_LIGHTNING = {
+    "max_steps": lambda trainer, model, privacy: vars(
+        trainer.fit_loop.epoch_loop
+    ).update(max_steps=9),
+    "max_epochs": lambda trainer, *_: setattr(trainer.fit_loop, "max_epochs", 9),
+    "limit_train_batches": lambda trainer, *_: setattr(
+        trainer, "limit_train_batches", 2
+    ),
+    "accumulate_grad_batches": lambda trainer, *_: setattr(
+        trainer, "accumulate_grad_batches", 2
+    ),
+    "records": lambda trainer, *_: trainer.train_dataloader.dataset.dataset.append(0),
+    "noise_multiplier": lambda trainer, model, privacy: setattr(
+        privacy._training.optimizer, "noise_multiplier", 0.1
+    ),
+    "max_grad_norm": lambda trainer, model, privacy: setattr(
+        privacy._training.optimizer, "max_grad_norm", 9.0
+    ),
+    "max_grad_norm of the callback": lambda trainer, model, privacy: (
+        privacy._kwargs.update(max_grad_norm=3.0)
+    ),
+    "sampling": lambda trainer, model, privacy: setattr(
+        privacy._training.sampler, "sampling", Poisson(sample_rate=0.9)
+    ),
+    "accountant": lambda trainer, model, privacy: setattr(
+        privacy.engine, "accountant", copy.deepcopy(privacy.engine.accountant)
+    ),
+    "criterion": lambda trainer, model, privacy: setattr(
+        model, "criterion", nn.CrossEntropyLoss(label_smoothing=0.1)
+    ),
+    "criterion's reduction": lambda trainer, model, privacy: setattr(
+        model.criterion, "reduction", "sum"
+    ),
+    "train_dataloaders": lambda trainer, *_: setattr(
+        trainer.fit_loop._data_fetcher, "iterator", iter(_foreign())
+    ),
+    None: lambda trainer, model, privacy: setattr(model.criterion, "ignore_index", 7),
+}
+
+
+def _foreign():
+    for i in range(9):
+        yield (torch.randn(2, 3), torch.zeros(2).long()), i, 0
+
+
+@pytest.mark.parametrize("name", IN_LIGHTNING)
+@pytest.mark.parametrize("automatic", [True, False])
+def test_a_lightning_callback_that_changes_what_a_run_rests_on(name, automatic):
+    L = pytest.importorskip("lightning")
+    from opacus_ext.lightning import PrivacyCallback
+
+    class Model(L.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.criterion = nn.Linear(3, 2), nn.CrossEntropyLoss()
+            self.automatic_optimization = automatic
+
+        def forward(self, x):
+            return self.layer(x)
+
+        def training_step(self, batch, i):
+            loss = self.criterion(self(batch[0]), batch[1])
+            if automatic:
+                return loss
+            optimizer = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), 0.1)
+
+    weights = []
+
+    class Changes(L.Callback):
+        def on_train_batch_end(self, trainer, module, *given):
+            weights.append(module.layer.weight.detach().clone())
+            if len(weights) == 2:
+                IN_LIGHTNING[name](trainer, module, privacy)
+
+    privacy = PrivacyCallback(
+        target_delta=1e-3, noise_multiplier=1.0, seed=1, grad_sample_mode="ghost_bk"
+    )
+    off = dict(logger=False, enable_checkpointing=False, enable_progress_bar=False)
+    off.update(accelerator="cpu", enable_model_summary=False)
+    model, data = Model(), [(torch.randn(3), i % 2) for i in range(8)]
+    trainer = L.Trainer(
+        callbacks=[privacy, Changes()], max_steps=4, max_epochs=5, **off
+    )
+    loader = DataLoader(data, batch_size=2)
+    if name is None:
+        trainer.fit(model, loader)
+        assert len(weights) == 4
+        return
+    with pytest.raises(Refused) as caught:
+        trainer.fit(model, loader)
+    assert caught.value.parameter == name.partition(" ")[0].partition("'")[0]
+    assert len(weights) == 2
+    assert torch.equal(model.layer.weight, weights[-1])

@@ -62,8 +62,9 @@ def find_copies(dataset: Any, owners: Any = None) -> Optional[Copies]:
         same &= of[1:] != of[:-1]
     if not same.any():
         return None
-    at = int(same.argmax())
-    return Copies(*sorted(int(i) for i in order[at : at + 2]))
+    first, second = order[:-1][same], order[1:][same]  # ascending among equal ones
+    at = int(first.argmin())
+    return Copies(int(first[at]), int(second[at]))
 
 
 class _Places:
