@@ -79,7 +79,7 @@ class _Places:
     def of(self, dataset: Any, size: int) -> np.ndarray:
         """Returns the places of the records of a data set."""
         if isinstance(dataset, ConcatDataset):
-            return _joined([self.of(part, len(part)) for part in dataset.datasets])
+            return _joined([self.of(x, _size(x) or 0) for x in dataset.datasets])
         if isinstance(dataset, StackDataset):
             parts = dataset.datasets
             every = parts.values() if isinstance(parts, dict) else parts
@@ -92,8 +92,9 @@ class _Places:
         indices = _numbers(getattr(dataset, "indices", None))
         inner = _size(within)
         if within is not None and indices is not None and len(indices) == size:
-            whole = inner and self.of(within, inner)
-            if whole is None:  # it has no length
+            if inner:
+                whole = self.of(within, inner)
+            else:  # it has no length
                 whole = self._of_base(id(within), int(indices.max()) + 1)
             return whole.take(indices, axis=0, mode="wrap")
         if inner == size:

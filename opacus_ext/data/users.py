@@ -123,7 +123,7 @@ def _plain(user: Any, record: int) -> Hashable:
     """
     if type(user) in (int, str):
         return user
-    value = user
+    value: Any = user
     if isinstance(value, (torch.Tensor, np.ndarray, np.generic)):
         value = value.item() if math.prod(value.shape) == 1 else None
     if isinstance(value, tuple):
@@ -134,9 +134,9 @@ def _plain(user: Any, record: int) -> Hashable:
         return str(value)
     if isinstance(value, bytes):
         return bytes(value)
-    if isinstance(value, numbers.Real) and math.isfinite(value):
-        if value == int(value):
-            return int(value)
+    real: Any = value if isinstance(value, numbers.Real) else math.nan
+    if math.isfinite(real) and real == int(real):
+        return int(real)
     raise Refused(
         f"The user of record {record} is {str(user)[:60]!r} ({type(user).__name__}): "
         "whether two of these are one user is not known.",

@@ -118,7 +118,7 @@ _VALUES = str, bytes, bool, int, float, complex, np.generic
 
 def _blank(value: Any) -> Any:
     """Returns a value of the same type that tells nothing; None for an object."""
-    kinds = (type(value),) if isinstance(value, np.generic) else _VALUES
+    kinds: Any = (type(value),) if isinstance(value, np.generic) else _VALUES
     return next((kind() for kind in kinds if isinstance(value, kind)), None)
 
 

@@ -126,8 +126,8 @@ class ClippingOptimizer(NoisyOptimizer):
     @property
     def every_bound(self) -> List[float]:
         """The bounds, also of parameters that are frozen now."""
-        several = self._bounds is not None
-        return [*self._bounds.values()] if several else [self.max_grad_norm]
+        bounds = self._bounds
+        return [self.max_grad_norm] if bounds is None else [*bounds.values()]
 
     def _name_of(self, p: torch.nn.Parameter) -> str:
         """Returns the name of a parameter in the private model."""
@@ -419,7 +419,7 @@ class GhostDPOptimizer(ClippingOptimizer, DPOptimizerFastGradientClipping):
     ready = False  # whether p.grad holds a clipped sum that no step has used
     # By parameter: p.grad, with its version, and the sum before it is rounded to the
     # dtype
-    _taken: Dict[torch.nn.Parameter, Tuple[torch.Tensor, int, torch.Tensor]] = {}
+    _taken: Dict[Any, Tuple[torch.Tensor, int, torch.Tensor]] = {}
     _taken_norms: Optional[torch.Tensor] = None  # of the samples in them
 
     def set_clipped_sums(
@@ -436,16 +436,11 @@ class GhostDPOptimizer(ClippingOptimizer, DPOptimizerFastGradientClipping):
                 process knows them
         """
         self._check_same_bound()
+        self._taken = {}
         for p, total in sums.items():
-            p.grad = total.detach().to(p.dtype)
-        self._taken = {
-            p: (
-                p.grad,
-                p.grad._version,
-                p.grad if p.grad.dtype == x.dtype else x.detach(),
-            )
-            for p, x in sums.items()
-        }
+            p.grad = grad = total.detach().to(p.dtype)
+            own = grad if grad.dtype == total.dtype else total.detach()
+            self._taken[p] = grad, grad._version, own
         self._taken_norms = norms
         self.ready = True
 

@@ -336,7 +336,8 @@ class ClippedSum:
         finite, lengths = norms.isfinite(), (norms * factors).abs()
         if norms.dim() > 1:
             finite, lengths = finite.all(0), lengths.norm(dim=0)
-        most = self.clipping.sensitivity("add_or_remove_one")
+        clipping: Any = self.clipping
+        most = clipping.sensitivity("add_or_remove_one")
         wrong = finite & ~(lengths <= most * (1 + 1e-4))
         if bool(wrong.any()):
             raise Refused(
