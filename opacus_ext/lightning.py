@@ -258,7 +258,6 @@ class PrivacyCallback(Callback):
         )
         if self.repeat_noise:
             training.repeat_noise()
-        training.keep(functools.partial(self._basis, trainer, loader.dataset))
         self._undo.append(lambda: setattr(strategy, "optimizers", plain))
         strategy.optimizers = [training.optimizer]
         given = loader.dataset, batches, loader.collate_fn, loader
@@ -269,19 +268,22 @@ class PrivacyCallback(Callback):
         trainer.fit_loop._combined_loader = None
         self._set(source, "instance", private)
         self._loader = private
+        training.keep(functools.partial(self._basis, trainer))
         self._set(pl_module, "training_step", self._step(pl_module, criterion))
         for owner in filter(None, (pl_module, trainer.datamodule)):
             for name in _TRANSFERS:
                 self._set(owner, name, _by_physical_batch(getattr(owner, name)))
 
-    def _basis(self, trainer: Any, dataset: Any) -> Basis:
+    def _basis(self, trainer: Any) -> Basis:
         """Returns what the run rests on."""
         names = "max_steps", "max_epochs", "limit_train_batches", "world_size"
         found: Basis = {("trainer", name): getattr(trainer, name) for name in names}
         for name, value in self._kwargs.items():
             found["callback", name] = str(value)
         found["callback", "sampling"] = repr(self.sampling)
-        found["loader", "records"] = len(dataset)
+        loader: Any = self._loader
+        data = loader.dataset.dataset
+        found["loader", "dataset"], found["loader", "records"] = Same(data), len(data)
         return found
 
     def _restore(self, path: Any) -> None:

@@ -1082,6 +1082,7 @@ IN_TRAINER = {
     "len": lambda trainer: trainer.train_dataset.append(trainer.train_dataset[0]),
     "target_delta": _set("privacy", "target_delta", _halved),
     "noise_multiplier": _set("privacy", "noise_multiplier", _halved),
+    "seed": _set("args", "seed", lambda x: x + 1),
     "privacy_seed": _set("privacy", "privacy_seed", lambda x: x + 1),
     "noise_multiplier of the optimizer": _set(
         "_training.optimizer", "noise_multiplier", _halved
@@ -1201,6 +1202,9 @@ IN_LIGHTNING = {
         trainer, "accumulate_grad_batches", 2
     ),
     "records": lambda trainer, *_: trainer.train_dataloader.dataset.dataset.append(0),
+    "dataset": lambda trainer, *_: setattr(
+        trainer.train_dataloader.dataset, "dataset", [(torch.ones(3), 0)] * 8
+    ),
     "noise_multiplier": lambda trainer, model, privacy: setattr(
         privacy._training.optimizer, "noise_multiplier", 0.1
     ),

@@ -99,7 +99,7 @@ class _Places:
             return whole.take(indices, axis=0, mode="wrap")
         if inner == size:
             return self.of(within, size)
-        if hasattr(dataset, "_data"):
+        if hasattr(dataset, "_data") or hasattr(dataset, "_indices"):
             return self._of_table(dataset, size)
         return self._of_base(id(dataset), size)
 
@@ -129,12 +129,13 @@ class _Places:
     def _of_table(self, dataset: Any, size: int) -> np.ndarray:
         """Returns places of the rows of a ``datasets.Dataset``, by memory if known."""
         indices = _numbers(getattr(dataset, "_indices", None))
+        data = getattr(dataset, "_data", dataset)
         try:
-            blocks = _blocks(getattr(dataset._data, "table", dataset._data))
+            blocks = _blocks(getattr(data, "table", data))
             places = np.concatenate([self._of_base(*block) for block in blocks])
         except (AttributeError, TypeError, ValueError):
             rows = size if indices is None else int(indices.max()) + 1
-            places = self._of_base(id(dataset._data), rows)
+            places = self._of_base(id(data), rows)
         if indices is not None and len(indices) == size:
             return places.take(indices, axis=0, mode="wrap")
         return places if len(places) == size else self._of_base(id(dataset), size)
@@ -165,11 +166,11 @@ def _is_of_one(record: Any) -> bool:
 
 def _numbers(given: Any) -> Optional[np.ndarray]:
     """Returns a list, tensor or table of whole numbers as an array, else None."""
-    given = given.column(0) if hasattr(given, "column") else given
-    given = given.to_numpy() if hasattr(given, "to_numpy") else given
     try:
+        given = given.column(0) if hasattr(given, "column") else given
+        given = given.to_numpy() if hasattr(given, "to_numpy") else given
         found = np.asarray(given)
-    except (TypeError, ValueError, RuntimeError):
+    except (TypeError, ValueError, RuntimeError, LookupError):
         return None
     whole = found.ndim == 1 and found.dtype.kind in "iu"
     return found.astype(np.int64) if whole else None

@@ -325,7 +325,7 @@ class PrivateTrainer(Trainer):
         """Returns what the run rests on."""
         args, data = self.args, self.train_dataset
         names = "per_device_train_batch_size gradient_accumulation_steps world_size"
-        names += " max_steps"
+        names += " max_steps seed"
         found: Basis = {("args", name): getattr(args, name) for name in names.split()}
         privacy = asdict(self.privacy)
         del privacy["log_loss"]
