@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import numbers
-from typing import Any, Callable, Dict, List, NamedTuple, Union
+from typing import Any, Callable, Dict, List, NamedTuple, Optional, Union
 
 import torch
 
@@ -23,6 +23,11 @@ Bound = Union[float, List[float]]
 _RELATIONS = {"add_or_remove_one": 1, "replace_one": 2, "replace_special": 1}
 
 
+def _length(bound: Bound) -> float:
+    """The largest norm of a gradient whose norm, or whose parts' norms, have bounds."""
+    return math.hypot(*bound) if isinstance(bound, (list, tuple)) else bound
+
+
 class Clipping(NamedTuple):
     """
     A kind of clipping, the same for all modes; :meth:`at` gives it a bound.
@@ -32,17 +37,28 @@ class Clipping(NamedTuple):
         factors: ``(norms [B], max_grad_norm)`` to factors ``[B]``; both
             ``[parameters, B]`` if ``per_parameter``. The factor of a sample must depend
             on that sample's norms only
-        largest_norm: ``max_grad_norm`` to the largest norm of a clipped gradient
+        largest_norm: ``max_grad_norm`` to the largest norm of a clipped gradient; by
+            default ``max_grad_norm`` itself, or the norm of the list
         per_parameter: whether every parameter has its own factor and bound
     """
 
     name: str
     factors: Callable[[torch.Tensor, Bound], torch.Tensor]
-    largest_norm: Callable[[Bound], float] = lambda bound: bound
+    largest_norm: Callable[[Bound], float] = _length
     per_parameter: bool = False
 
     def at(self, bound: Bound) -> ClippingFunction:
-        """The clipping function with this ``max_grad_norm``."""
+        """
+        The clipping function with this ``max_grad_norm``.
+
+        Raises:
+            Refused: for what is no positive number, or list of these if the clipping is
+                by parameter
+        """
+        bound = bound.tolist() if hasattr(bound, "tolist") else bound
+        if isinstance(bound, (list, tuple)):
+            bound = [b.item() if hasattr(b, "item") else b for b in bound]
+        check_bound(self, bound)
         return ClippingFunction(self, bound)
 
 
@@ -90,6 +106,51 @@ class ClippingFunction(NamedTuple):
                 remedy=f"Known: {', '.join(_RELATIONS)}.",
             )
         return _RELATIONS[name] * float(self.clipping.largest_norm(self.bound))
+
+
+def check_bound(
+    clipping: Clipping, bound: Bound, parameters: Optional[int] = None
+) -> None:
+    """
+    Refuses a bound that does not fit the clipping, or the number of parameters: one
+    that is broadcast to several makes the sensitivity larger than what is stated.
+    """
+    several = isinstance(bound, (list, tuple))
+    given: Any = bound if several else [bound]
+    fits = several == clipping.per_parameter
+    if several and parameters is not None:
+        fits = fits and len(given) == parameters
+    for b in given:
+        number = isinstance(b, numbers.Real) and not isinstance(b, bool)
+        fits = fits and number and 0 < b < math.inf
+    if not fits:
+        _refuse_bound(clipping.name, clipping.per_parameter, bound, parameters)
+
+
+@torch.compiler.assume_constant_result  # compiled code would hide what it raises
+def _refuse_bound(
+    name: str, per_parameter: bool, bound: Any, parameters: Optional[int]
+) -> None:
+    takes, count = "one positive number", "" if parameters is None else f"{parameters} "
+    if per_parameter:
+        takes = (
+            f"a list with one positive number for each of the {count}trained parameter "
+            "tensors, in their order"
+        )
+    several = isinstance(bound, (list, tuple))
+    raise Refused(
+        f'clipping="{name}" takes as max_grad_norm {takes}; got '
+        f"{f'{len(bound)} of them: ' if several else ''}{bound}.",
+        parameter="max_grad_norm",
+        remedy="Give that: the sensitivity, to which the noise is scaled, is made of "
+        "it.",
+    )
+
+
+def check_parameters(clipping: Any, parameters: int) -> None:
+    """Refuses a clipping function with bounds for another number of parameters."""
+    if isinstance(clipping, ClippingFunction):
+        check_bound(clipping.clipping, clipping.bound, parameters)
 
 
 def as_clipping_function(clipping: Any) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -180,6 +241,11 @@ register_clipping(
     Clipping("normalized", lambda n, bound: _flat(n, bound) / bound, lambda bound: 1.0)
 )
 CLIPPINGS["normalised"] = CLIPPINGS["normalized"]
-register_clipping(
-    Clipping("per_layer", _per_layer, lambda bound: math.hypot(*bound), True)
-)
+register_clipping(Clipping("per_layer", _per_layer, per_parameter=True))
+_BUILT_IN = tuple(CLIPPINGS.values())
+
+
+def is_built_in(clipping: Any) -> bool:
+    """Returns True for this package's clipping functions, whose factors are proven."""
+    kind = getattr(clipping, "clipping", None)
+    return type(clipping) is ClippingFunction and any(kind is own for own in _BUILT_IN)

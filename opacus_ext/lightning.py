@@ -22,12 +22,13 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 
+from opacus_ext.data.copies import refuse_copies
 from opacus_ext.data.logical import PhysicalBatch, logical_loader
 from opacus_ext.data.sampling import Poisson, Sampling
 from opacus_ext.engine import INDEPENDENT
 from opacus_ext.grad_sample.modes.ghost import ClippedLoss
 from opacus_ext.grad_sample.parallel.split import place_of
-from opacus_ext.private_training import PrivateTraining
+from opacus_ext.private_training import Basis, PrivateTraining, Same
 from opacus_ext.refused import Refused
 
 try:
@@ -267,10 +268,23 @@ class PrivacyCallback(Callback):
         trainer.fit_loop._combined_loader = None
         self._set(source, "instance", private)
         self._loader = private
+        training.keep(functools.partial(self._basis, trainer))
         self._set(pl_module, "training_step", self._step(pl_module, criterion))
         for owner in filter(None, (pl_module, trainer.datamodule)):
             for name in _TRANSFERS:
                 self._set(owner, name, _by_physical_batch(getattr(owner, name)))
+
+    def _basis(self, trainer: Any) -> Basis:
+        """Returns what the run rests on."""
+        names = "max_steps", "max_epochs", "limit_train_batches", "world_size"
+        found: Basis = {("trainer", name): getattr(trainer, name) for name in names}
+        for name, value in self._kwargs.items():
+            found["callback", name] = str(value)
+        found["callback", "sampling"] = repr(self.sampling)
+        loader: Any = self._loader
+        data = loader.dataset.dataset
+        found["loader", "dataset"], found["loader", "records"] = Same(data), len(data)
+        return found
 
     def _restore(self, path: Any) -> None:
         """Goes on from the state of a checkpoint."""
@@ -341,6 +355,7 @@ class PrivacyCallback(Callback):
         """Returns a ``training_step`` for a logical batch."""
         stock, automatic = pl_module.training_step, pl_module.automatic_optimization
         training, optimizer = self._training, self._training.optimizer
+        given = _described(pl_module, self.criterion)
         # Attributes that training_step sees in place of those that validation sees.
         within = {} if criterion is None else {self.criterion: criterion}
         if self._several:
@@ -374,6 +389,13 @@ class PrivacyCallback(Callback):
 
         @functools.wraps(stock)
         def training_step(batches: List[PhysicalBatch], *rest: Any) -> Any:
+            if not _is_drawn(batches):
+                raise Refused(
+                    f"training_step was given a {type(batches).__name__}, and not a "
+                    "draw of the private loader: a callback has replaced the loader.",
+                    parameter="train_dataloaders",
+                    remedy="Leave the Trainer's training loader as it is in a run.",
+                )
             if batches[-1].draw != training.draw:
                 raise Refused(
                     f"training_step was given draw {batches[-1].draw} of the run, "
@@ -383,6 +405,16 @@ class PrivacyCallback(Callback):
                     remedy="Let the Trainer's own loop alone read the training loader.",
                 )
             _refuse_trainer(pl_module.trainer)  # callbacks may have changed it since
+            training.refuse_changes()
+            if criterion is not None and _described(pl_module, self.criterion) != given:
+                raise Refused(
+                    f"self.{self.criterion} was replaced, or its reduction changed, "
+                    "after training began: the one that clips by record was made of "
+                    "what it was.",
+                    parameter="criterion",
+                    remedy="Change its other attributes in place (weight, say), or "
+                    "begin another run.",
+                )
             if pl_module.trainer.optimizers != [optimizer]:
                 raise Refused(
                     "The Trainer's optimizer was replaced after training began: its "
@@ -436,13 +468,23 @@ def _steps_of(accountant: Any) -> int:
     return sum(steps for *_, steps in accountant.history)
 
 
+def _is_drawn(batch: Any) -> bool:
+    """Returns True for an item of the private loader."""
+    ours = isinstance(batch, list) and bool(batch)
+    return ours and all(isinstance(x, PhysicalBatch) for x in batch)
+
+
+def _described(pl_module: Any, name: str) -> Any:
+    criterion = getattr(pl_module, name, None)
+    return Same(criterion), getattr(criterion, "reduction", None)
+
+
 def _by_physical_batch(transfer: Callable) -> Callable:
     """Lets a hook for batches take lists of physical batches."""
 
     @functools.wraps(transfer)
     def by_batch(given: Any, *rest: Any) -> Any:
-        ours = isinstance(given, list)
-        if not ours or not all(isinstance(x, PhysicalBatch) for x in given):
+        if not _is_drawn(given):
             return transfer(given, *rest)
         return [
             x if x.inputs is None else x._replace(inputs=transfer(x.inputs, *rest))
@@ -643,6 +685,7 @@ def _refuse_data(loader: Any, optimizers: List[Any]) -> None:
             "set with a length; not one that is private already (DPDataLoader, "
             "DPLightningDataModule).",
         )
+    refuse_copies(loader.dataset, "train_dataloaders")
     if len(optimizers) != 1:
         raise Refused(
             f"configure_optimizers gave {len(optimizers)} optimizers.",

@@ -31,6 +31,7 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
+from opacus_ext.data.copies import refuse_copies
 from opacus_ext.ledger import ledger_of, with_steps
 from opacus_ext.optimizers.loop import LOOPS, plain
 from opacus_ext.refused import Refused, warn_once
@@ -220,6 +221,7 @@ def check_loader(
             parameter="data_loader",
             remedy="Take a data set with __len__ and __getitem__.",
         )
+    refuse_copies(dataset)
     if isinstance(batches, _POISSON):
         return
     records, size = len(dataset), getattr(loader, "batch_size", None)

@@ -6,7 +6,7 @@ The private part of a run whose training loop is another library's, which
 from __future__ import annotations
 
 from contextlib import nullcontext
-from typing import Any, Callable, ContextManager, Dict, List, Mapping, Optional
+from typing import Any, Callable, ContextManager, Dict, List, Mapping, Optional, Tuple
 
 import torch
 import torch.distributed as dist
@@ -27,6 +27,7 @@ from opacus_ext.grad_sample.modes.common import Attachment, private_model_of
 from opacus_ext.grad_sample.modes.ghost import ClippedLoss
 from opacus_ext.ledger import ledger_of
 from opacus_ext.misuse import check_number
+from opacus_ext.optimizers.optimizer import ClippingOptimizer
 from opacus_ext.refused import Refused
 
 
@@ -72,6 +73,23 @@ def _put_back(before: State, changes: List[Change], own: List[Change]) -> None:
         )
 
 
+class Same:
+    """An object that is equal to itself alone, in what a run rests on."""
+
+    def __init__(self, value: Any):
+        self.value = value
+
+    def __eq__(self, other: Any) -> bool:
+        return isinstance(other, Same) and self.value is other.value
+
+    def __repr__(self) -> str:
+        return f"{type(self.value).__name__} at {id(self.value):#x}"
+
+
+#: What a run rests on: values by their owner and name.
+Basis = Dict[Tuple[str, str], Any]
+
+
 class PrivateTraining:
     """
     A model, its optimizer and its batches, private from ``make_private`` to ``end``.
@@ -92,6 +110,9 @@ class PrivateTraining:
     noise: Optional[torch.Generator] = None
     saved: Optional[Mapping[str, Any]] = None
     sampler: Any  # of logical batches, as lists of record numbers
+    batches: LogicalBatches
+    _basis: Callable[[], Basis] = dict
+    _began: Optional[Basis] = None  # what the run rests on, as it began
 
     def __init__(
         self,
@@ -125,7 +146,10 @@ class PrivateTraining:
         self.sampler = Draws(sampling, records, generator)
         order: Dict[str, Any] = {"items": items, "seed": self.seed}
         order.update(process=self.process, start=lambda: self.draw)
-        return LogicalBatches(self.sampler, generator, physical_batch_size, **order)
+        self.batches = LogicalBatches(
+            self.sampler, generator, physical_batch_size, **order
+        )
+        return self.batches
 
     def make_private(
         self,
@@ -170,6 +194,48 @@ class PrivateTraining:
             attached: Any = module.autograd_grad_sample_hooks
             attached.append(Attachment(private, called))
         return criterion[0] if criterion else None
+
+    def keep(self, basis: Callable[[], Basis]) -> None:
+        """
+        Keeps what the run rests on as training begins: that of ``basis`` and its own.
+        What has changed is refused by :meth:`refuse_changes`, and in each step before
+        the weights change.
+        """
+        self._basis, self._began = basis, {**basis(), **self._own_basis()}
+        if isinstance(self.optimizer, ClippingOptimizer):
+            self.optimizer.attach_step_hook(lambda optimizer: self.refuse_changes())
+
+    def _own_basis(self) -> Basis:
+        batches, draws, optimizer = self.batches, self.sampler, self.optimizer
+        found: Basis = {
+            ("engine", "accountant"): Same(self.engine.accountant),
+            ("draws", "sampling"): repr(draws.sampling),
+            ("draws", "records"): draws.num_samples,
+            ("draws", "items"): batches.items,
+            ("draws", "seed"): (batches.seed, self.seed),
+            ("optimizer", "noise_multiplier"): optimizer.noise_multiplier,
+            ("optimizer", "expected_batch_size"): optimizer.expected_batch_size,
+            ("optimizer", "loss_reduction"): optimizer.loss_reduction,
+        }
+        if isinstance(optimizer, ClippingOptimizer):  # others adapt it by themselves
+            found["optimizer", "max_grad_norm"] = optimizer.every_bound
+        return found
+
+    def refuse_changes(self) -> None:
+        """Refuses what the run rests on if it is not as it was when training began."""
+        if self._began is None or self.hooks is None:
+            return
+        now = {**self._basis(), **self._own_basis()}
+        for (owner, name), before in self._began.items():
+            if now[owner, name] != before:
+                raise Refused(
+                    f"{owner}.{name} was {before!r} when training began, and is "
+                    f"{now[owner, name]!r} now: noise, draws and what is accounted for "
+                    "rest on the first.",
+                    parameter=name,
+                    remedy="Leave it as it is in a run, and begin another one with "
+                    "what it is to be.",
+                )
 
     def telling(self) -> ContextManager[None]:
         """Tells the others of an error round a call of a sharded model."""
@@ -289,6 +355,7 @@ class PrivateTraining:
     def end(self) -> None:
         """Leaves an ordinary model. Idempotent."""
         hooks, self.hooks, self.saved = self.hooks, None, None
+        self._basis, self._began = dict, None
         if hooks is None:
             return
         hooks.cleanup()

@@ -34,6 +34,7 @@ from opacus.grad_sample import (
     GradSampleModuleFastGradientClipping,
 )
 from opacus.grad_sample.gsm_base import OPACUS_PARAM_MONKEYPATCH_ATTRS
+from opacus.optimizers import DPOptimizer
 from opacus.validators import ModuleValidator
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
@@ -41,6 +42,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from opacus_ext import checkpoints, misuse, peft, validators
 from opacus_ext.accountants import PRVBoundsAccountant
 from opacus_ext.clipping import CLIPPINGS, find_clipping
+from opacus_ext.data.copies import refuse_copies
 from opacus_ext.data.draws import Splits
 from opacus_ext.engine import WRAPPERS, has_own_criterion
 from opacus_ext.grad_sample import samplers
@@ -62,6 +64,7 @@ from opacus_ext.optimizers.distributed import (
 )
 from opacus_ext.optimizers.loop import watch_loader, watch_steps
 from opacus_ext.optimizers.optimizer import (
+    ClippingOptimizer,
     GhostDPOptimizer,
     HooksDPOptimizer,
     optimizer_class,
@@ -121,6 +124,8 @@ def register() -> None:
     _replace(memory, "BatchSplittingSampler", Splits)
     for name, wrap in (("make_private", _make_private), *WRAPPERS.items()):
         _replace(PrivacyEngine, name, wrap(getattr(PrivacyEngine, name)))
+    for name in ("__reduce_ex__", "__setstate__"):
+        _replace(DPOptimizer, name, getattr(ClippingOptimizer, name))
     for name, method in checkpoints.METHODS.items():
         _replace(PrivacyEngine, name, method)
     PrivacyEngine.privacy_statement = privacy_statement
@@ -351,8 +356,16 @@ def _make_private(make_private: Callable) -> Callable:
             if _stock or kwargs.get("grad_sample_mode", "hooks") not in MODES:
                 _refuse_trained_as_is(module, kwargs.get("grad_sample_mode", "hooks"))
             if _stock:
+                refuse_copies(getattr(kwargs["data_loader"], "dataset", None))
                 return make_private(self, module=module, **kwargs)
-            fresh = not hasattr(module, "autograd_grad_sample_hooks")
+            mode, by_hand = MODES.get(kwargs.get("grad_sample_mode", "hooks")), None
+            if mode is not None and kwargs.get("wrap_model", True):
+                by_hand = common.ByHand.of(module, mode.module, **kwargs)
+            if by_hand is not None and common.private_model_of(module) is not None:
+                module, by_hand = vars(module)["made"], None  # a second time
+            module = module if by_hand is None else by_hand.wrapper._module
+            fresh = by_hand is not None
+            fresh = fresh or not hasattr(module, "autograd_grad_sample_hooks")
             if on_nonfinite not in ("drop", "raise"):
                 raise Refused(
                     f'on_nonfinite is "drop" or "raise", got {on_nonfinite!r}.',
@@ -366,10 +379,13 @@ def _make_private(make_private: Callable) -> Callable:
                 dict(take=take, shared=tuple(shared), on_nonfinite=on_nonfinite)
             )
             try:
+                if by_hand is not None:
+                    by_hand.remove()
                 made = make_private(self, module=module, **kwargs)
                 _attach(module, *made, on_nonfinite=on_nonfinite)
-                mode = kwargs.get("grad_sample_mode", "hooks")
-                if mode in MODES and MODES[mode].criterion and len(made) == 3:
+                if by_hand is not None:
+                    by_hand.redirect(made[0])
+                if mode is not None and mode.criterion and len(made) == 3:
                     first, optimizer, loader = made
                     criterion = self._prepare_criterion(
                         module=first,
@@ -384,6 +400,8 @@ def _make_private(make_private: Callable) -> Callable:
                 self.dataset = dataset
                 if fresh:
                     _clean(module)
+                if by_hand is not None:
+                    by_hand.put_back()
                 raise
             finally:
                 common.settings.reset(given)

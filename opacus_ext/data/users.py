@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import math
+import numbers
+import uuid
 from typing import Any, Dict, Hashable, List, Mapping, Optional, Sequence, Union
 
+import numpy as np
 import torch
 from torch.utils.data import Dataset
 
+from opacus_ext.data.copies import find_copies
 from opacus_ext.refused import Refused
 
 
@@ -19,20 +24,27 @@ class UserRecords(Dataset):
     generator, as random transforms are; PrivateTrainer and PrivacyCallback seed it, so
     that a run that goes on draws what it would have drawn.
 
+    Copies of a record (a ``Subset`` with an index twice, say) belong to one user, and
+    are drawn as several of that user's records.
+
     Args:
         dataset: the records, by number
         users: the user of each record, ``[len(dataset)]``; or the key of a record that
-            holds the user, and is left out of the items
+            holds the user, and is left out of the items. Users are equal as whole
+            numbers, strings, bytes or tuples of these, whatever type holds them
         records_per_step: number of records drawn of a user, without replacement. With
             1 an item is a record. With more, or None for all of them, it is a list of
             records, for :class:`~opacus_ext.data.collators.RecordCollator` and a model
             in :class:`~opacus_ext.losses.PerRecord`
 
     Attributes:
-        users: the users of the items, in order of first appearance
+        users: the users of the items, in order of first appearance; numbers are ints,
+            and UUIDs strings
+        indices: the number of each user's first record
 
     Raises:
-        Refused: if there are no records, or not one user a record
+        Refused: if there are no records, or not one user a record, or a user is no such
+            value, or two users have one record
 
     Example:
         >>> texts = [{"text": "a", "by": 7}, {"text": "b", "by": 9},
@@ -51,7 +63,9 @@ class UserRecords(Dataset):
         self.dataset, self.key = dataset, users if isinstance(users, str) else None
         if isinstance(users, str):
             users = [dataset[i][users] for i in range(len(dataset))]
-        ids = users.tolist() if isinstance(users, torch.Tensor) else list(users)
+        ids = list(users)
+        if isinstance(users, (torch.Tensor, np.ndarray)) and users.ndim == 1:
+            ids = users.tolist()
         if len(ids) != len(dataset) or not ids:
             raise Refused(
                 f"{len(dataset)} records of {len(ids)} users, one for each record.",
@@ -66,9 +80,21 @@ class UserRecords(Dataset):
             )
         self.records_per_step = records_per_step
         self._records: Dict[Hashable, List[int]] = {}  # numbers, by user
+        ids = [_plain(user, i) for i, user in enumerate(ids)]
         for i, user in enumerate(ids):
             self._records.setdefault(user, []).append(i)
         self.users = list(self._records)
+        self.indices = [own[0] for own in self._records.values()]
+        found = find_copies(dataset, [self._records[user][0] for user in ids])
+        if found is not None:
+            first, second = (ids[i] for i in found)
+            raise Refused(
+                f"Records {found.first} and {found.second} are one and the same, and "
+                f"belong to users {first!r} and {second!r}.",
+                parameter="users",
+                remedy="Give all copies of a record the same user, or each record "
+                "once.",
+            )
 
     def __len__(self) -> int:
         return len(self.users)
@@ -88,3 +114,33 @@ class UserRecords(Dataset):
         if self.key is None or not isinstance(record, Mapping):
             return record
         return {name: x for name, x in record.items() if name != self.key}
+
+
+def _plain(user: Any, record: int) -> Hashable:
+    """
+    Returns a user as an int, a string, bytes or a tuple: two records of one user must
+    have equal ones, and tensors, for example, are equal to themselves alone.
+    """
+    if type(user) in (int, str):
+        return user
+    value: Any = user
+    if isinstance(value, (torch.Tensor, np.ndarray, np.generic)):
+        value = value.item() if math.prod(value.shape) == 1 else None
+    if isinstance(value, tuple):
+        return tuple(_plain(part, record) for part in value)
+    if isinstance(value, str):
+        return str.__str__(value)
+    if isinstance(value, uuid.UUID):
+        return str(value)
+    if isinstance(value, bytes):
+        return bytes(value)
+    real: Any = value if isinstance(value, numbers.Real) else math.nan
+    if math.isfinite(real) and real == int(real):
+        return int(real)
+    raise Refused(
+        f"The user of record {record} is {str(user)[:60]!r} ({type(user).__name__}): "
+        "whether two of these are one user is not known.",
+        parameter="users",
+        remedy="Give users as whole numbers or strings, and leave out records whose "
+        "user is not known.",
+    )

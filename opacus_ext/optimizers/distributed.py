@@ -59,7 +59,7 @@ class _Distributed(Base):
         and steps on different draws. ``failed`` is the stage, counted from one, at
         which this process has an error of its own, or 0: the others are told.
         """
-        bounds = [self.max_grad_norm] if self._bounds is None else self._bounds
+        bounds = self.every_bound
         weighted = sum(i * bound for i, bound in enumerate(bounds, 1))
         # What workers draw ahead is the same in all processes; what a loop does isn't.
         alike = self.ahead == self.ahead_of_workers

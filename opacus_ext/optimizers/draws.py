@@ -17,7 +17,7 @@ from opacus_ext.grad_sample.adapter.passes import Draw
 from opacus_ext.ledger import ledger_of
 
 _AGAIN = (
-    "A step was taken on a draw that a step was taken on before (itertools.cycle of the "
+    "A step was taken on a draw of an earlier step (itertools.cycle of the "
     "loader, a list of its batches, a seed in the loop): it is counted as one on all "
     "records, so that epsilon grows faster."
 )

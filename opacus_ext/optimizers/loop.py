@@ -8,8 +8,9 @@ from __future__ import annotations
 import math
 import weakref
 from collections import deque
-from typing import Any, Callable, Iterator, List, Optional, Sequence
+from typing import Any, Callable, Iterator, List, Mapping, Optional, Sequence
 
+import numpy as np
 import torch
 from opacus import PrivacyEngine
 from opacus.utils.uniform_sampler import (
@@ -21,6 +22,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, DistributedSampler, get_worker_info
 
 from opacus_ext.data.draws import Counted, Draws
+from opacus_ext.data.logical import seeded
 from opacus_ext.grad_sample.adapter.inputs import InputReader
 from opacus_ext.grad_sample.adapter.passes import Passes, mark
 from opacus_ext.ledger import note_broken
@@ -34,8 +36,9 @@ from opacus_ext.refused import Refused, warn_once
 class CountingCollate:
     """
     A collate function that counts the drawn records for a private model, outside of
-    worker processes. If the first draw is empty, it shows Opacus's collate function the
-    form of a batch by one record.
+    worker processes. It makes a batch without records, where Opacus's collate function
+    can't: if the first draw is empty, and of what is no tensor. The form of a batch is
+    that of record 0.
 
     Args:
         collate: the loader's own collate function
@@ -66,12 +69,68 @@ class CountingCollate:
         if inputs is not None and get_worker_info() is None:
             inputs.drawn.add(len(records))
         own = getattr(self.collate, "wrapped_collator_fn", None)
-        if own is not None and not records and self.collate.first_batch is None:
+        if own is None or records:
+            return self.collate(records)
+        if self.collate.first_batch is None:
             self.collate.first_batch = own([self.dataset[0]])
-        return self.collate(records)
+        if self._is_plain(self.collate.first_batch):
+            return self.collate(records)
+        with seeded(0):  # random numbers of the run stay as they are
+            one = own([self.dataset[0]])
+            two = own([self.dataset[0], self.dataset[0]])
+        return self._without_records(one, two)
+
+    def _is_plain(self, batch: Any) -> bool:
+        """Returns True for what Opacus's collate function empties as it should."""
+        if isinstance(batch, torch.Tensor):
+            return batch.dim() > (not self.collate.batch_first)
+        if type(batch) not in (dict, list, tuple):
+            return False
+        parts = batch.values() if isinstance(batch, dict) else batch
+        return all(map(self._is_plain, parts))
+
+    def _without_records(self, one: Any, two: Any) -> Any:
+        """Empties the batch of one record; that of two tells what there is of each."""
+        rows = int(self.collate.rand_on_empty)
+        if isinstance(one, torch.Tensor):
+            if self._is_plain(one):
+                return self.collate._make_empty_batch(one)
+            return one.new_zeros([rows] * one.dim())
+        if isinstance(one, np.ndarray):
+            pairs = zip(one.shape, two.shape)
+            shape = [rows if (n, m) == (1, 2) else n for n, m in pairs]
+            return np.zeros(shape, one.dtype)
+        if isinstance(one, Mapping):
+            found = {key: self._without_records(one[key], two[key]) for key in one}
+            try:
+                return type(one)(found)  # type: ignore[call-arg]
+            except TypeError:
+                return found
+        if isinstance(one, (list, tuple)):
+            if (len(one), len(two)) == (1, 2):
+                return type(one)([_blank(x) for x in one] * rows)
+            parts = [self._without_records(*pair) for pair in zip(one, two)]
+            return type(one)(*parts) if hasattr(one, "_fields") else type(one)(parts)
+        if one is None or isinstance(one, _VALUES):
+            return _blank(one)
+        raise Refused(
+            f"A draw has no records, and {type(one).__name__}, which the loader's "
+            "collate_fn returns, is of no kind that can be empty.",
+            parameter="collate_fn",
+            remedy="Return tensors, lists, tuples or dicts from it.",
+        )
 
     def __reduce__(self) -> Any:  # worker processes need the loader's own
         return CountingCollate, (self.collate, self.dataset)
+
+
+_VALUES = str, bytes, bool, int, float, complex, np.generic
+
+
+def _blank(value: Any) -> Any:
+    """Returns a value of the same type that tells nothing; None for an object."""
+    kinds: Any = (type(value),) if isinstance(value, np.generic) else _VALUES
+    return next((kind() for kind in kinds if isinstance(value, kind)), None)
 
 
 def watch_loader(

@@ -24,7 +24,13 @@ from opacus.optimizers import DPOptimizer, DPOptimizerFastGradientClipping
 from opacus.optimizers.optimizer import _check_processed_flag, _mark_as_processed
 from torch.optim import Optimizer
 
-from opacus_ext.clipping import CLIPPINGS, Bound, Clipping, ClippingFunction
+from opacus_ext.clipping import (
+    CLIPPINGS,
+    Bound,
+    Clipping,
+    ClippingFunction,
+    check_parameters,
+)
 from opacus_ext.grad_sample.adapter.passes import Passes
 from opacus_ext.grad_sample.core.clip import ClippedSum
 from opacus_ext.grad_sample.factors import GradSample
@@ -76,20 +82,21 @@ class ClippingOptimizer(NoisyOptimizer):
         expected_batch_size: Optional[int],
         **kwargs: Any,
     ):
-        self._bounds: Optional[List[float]] = None
+        # By parameter: which of them are trained may change from step to step.
+        self._bounds: Optional[Dict[torch.nn.Parameter, float]] = None
         # One tensor [B] a physical batch: norms over all parameters, of the samples in
         # the sum so far.
         self.norms: List[Optional[torch.Tensor]] = []
-        self._clipped_at: Optional[Bound] = None  # the bound of the sum so far
-        given = max_grad_norm
+        self._clipped_at: Optional[List[float]] = None  # the bounds of the sum so far
+        groups = optimizer.param_groups
+        trained = [p for group in groups for p in group["params"] if p.requires_grad]
+        function = self.clipping.at(max_grad_norm)
+        check_parameters(function, len(trained))
         if self.clipping.per_parameter:
-            max_grad_norm = self._check_bounds(optimizer, max_grad_norm)
-        elif isinstance(max_grad_norm, (list, tuple)) or not max_grad_norm > 0:
-            raise Refused(
-                f'clipping="{self.clipping.name}" takes one positive max_grad_norm, '
-                f"got {given}.",
-                parameter="max_grad_norm",
-            )
+            given: Any = function.bound
+            self.max_grad_norms = [float(bound) for bound in given]
+            self._bounds = dict(zip(trained, self.max_grad_norms))
+            max_grad_norm = function.sensitivity("add_or_remove_one")
         super().__init__(
             optimizer,
             noise_multiplier=noise_multiplier,
@@ -98,25 +105,42 @@ class ClippingOptimizer(NoisyOptimizer):
             **kwargs,
         )
 
-    def _check_bounds(self, optimizer: Optimizer, bounds: Bound) -> float:
-        trained = [p for group in optimizer.param_groups for p in group["params"]]
-        count = sum(p.requires_grad for p in trained)
-        several = isinstance(bounds, (list, tuple)) and len(bounds) == count
-        if not several or not all(b > 0 for b in bounds):
-            raise Refused(
-                f'clipping="{self.clipping.name}" takes max_grad_norm as a list with '
-                f"one positive bound for each of the {count} trainable parameter "
-                f"tensors in the optimizer, in its order; got {bounds}.",
-                parameter="max_grad_norm",
-            )
-        self._bounds = [float(b) for b in bounds]
-        self.max_grad_norms = self._bounds
-        return self.clipping.largest_norm(self._bounds)
-
     @property
     def clipping_bound(self) -> Bound:
-        """``max_grad_norm``, as the clipping function takes it."""
-        return self.max_grad_norm if self._bounds is None else self._bounds
+        """
+        ``max_grad_norm``, as the clipping function takes it; a list has the bounds of
+        the parameters that are trained now.
+
+        Raises:
+            Refused: for a parameter that was frozen at make_private, and has none
+        """
+        if self._bounds is None:
+            return self.max_grad_norm
+        for p in self.params:
+            if p not in self._bounds:
+                name = self._name_of(p)
+                raise Refused(
+                    f"{name} was frozen at make_private and is trained now: "
+                    "max_grad_norm has no bound for it.",
+                    parameter=name,
+                    remedy="Freeze it by requires_grad_(False), or let it be trained "
+                    "at make_private, with a bound of its own; from then on it can be "
+                    "frozen.",
+                )
+        return [self._bounds[p] for p in self.params]
+
+    @property
+    def every_bound(self) -> List[float]:
+        """The bounds, also of parameters that are frozen now."""
+        bounds = self._bounds
+        return [self.max_grad_norm] if bounds is None else [*bounds.values()]
+
+    def _name_of(self, p: torch.nn.Parameter) -> str:
+        """Returns the name of a parameter in the private model."""
+        module = getattr(self.mode, "_module", None)
+        named = () if module is None else module.named_parameters()
+        found = (name for name, own in named if own is p)
+        return next(found, f"a parameter of shape {[*p.shape]}")
 
     @property
     def clipping_function(self) -> ClippingFunction:
@@ -229,13 +253,13 @@ class ClippingOptimizer(NoisyOptimizer):
         super().add_noise()
 
     def _check_same_bound(self) -> None:
-        now = self.clipping_bound
-        if self._clipped_at is None:
-            self._clipped_at = list(now) if isinstance(now, list) else now
-        if self._clipped_at != now:
+        now = self.every_bound
+        before = self._clipped_at = self._clipped_at or now
+        if before != now:
+            was, new = (x if len(x) > 1 else x[0] for x in (before, now))
             raise Refused(
-                f"max_grad_norm was {self._clipped_at} when gradients of this step "
-                f"were clipped and is {now} now, so that the noise would not fit.",
+                f"max_grad_norm was {was} when gradients of this step were clipped and "
+                f"is {new} now, so that the noise would not fit.",
                 parameter="max_grad_norm",
                 remedy="Change it between a step that counts and backward().",
             )
@@ -272,6 +296,17 @@ class ClippingOptimizer(NoisyOptimizer):
         Raises:
             Refused: if what a step takes is not what a clipped backward pass has left
         """
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        """
+        Refuses copies (``copy``, ``pickle``): two runs would have the same noise, and
+        torch's way to restore one leaves optimizers of the class without ``step()``.
+        """
+        raise _no_copy(self)
+
+    def __setstate__(self, state: Any) -> NoReturn:
+        """Refuses copies that were pickled before."""
+        raise _no_copy(self)
 
     def attach_step_hook(self, fn: Callable[[Any], None]) -> None:
         """
@@ -337,8 +372,24 @@ class ClippingOptimizer(NoisyOptimizer):
             self._is_last_step_skipped, self._unfinished = False, None
         super().zero_grad(True)
         self._passes.forget(kept=not self._is_last_step_skipped)
+        # A parameter that was frozen since must not keep samples until it is thawed.
+        names = ["grad_sample"] + ["summed_grad"] * (not self._is_last_step_skipped)
+        for p in (p for group in self.param_groups for p in group["params"]):
+            for name in names:
+                if getattr(p, name, None) is not None:
+                    setattr(p, name, None)
         if not self._is_last_step_skipped:
             self.norms, self._clipped_at = [], None
+
+
+def _no_copy(optimizer: Any) -> Refused:
+    return Refused(
+        f"{type(optimizer).__name__} is not copied or pickled: the copy would add the "
+        "same noise, and have a model that is not private.",
+        parameter="optimizer",
+        remedy="Keep optimizer.state_dict(). For a second run copy model and optimizer "
+        "before make_private, and call it for each.",
+    )
 
 
 _WITH_HOOKS: "weakref.WeakSet[HooksDPOptimizer]" = weakref.WeakSet()
@@ -413,8 +464,9 @@ class GhostDPOptimizer(ClippingOptimizer, DPOptimizerFastGradientClipping):
     """Takes over ``p.grad``, the clipped sum that one backward pass has left."""
 
     ready = False  # whether p.grad holds a clipped sum that no step has used
-    # p.grad, with its version, and the sum as it is before it is rounded to the dtype
-    _taken: List[Tuple[torch.Tensor, int, torch.Tensor]] = []
+    # By parameter: p.grad, with its version, and the sum before it is rounded to the
+    # dtype
+    _taken: Dict[Any, Tuple[torch.Tensor, int, torch.Tensor]] = {}
     _taken_norms: Optional[torch.Tensor] = None  # of the samples in them
 
     def set_clipped_sums(
@@ -431,12 +483,11 @@ class GhostDPOptimizer(ClippingOptimizer, DPOptimizerFastGradientClipping):
                 process knows them
         """
         self._check_same_bound()
+        self._taken = {}
         for p, total in sums.items():
-            p.grad = total.detach().to(p.dtype)
-        self._taken = [
-            (p.grad, p.grad._version, p.grad if p.grad.dtype == x.dtype else x.detach())
-            for p, x in ((p, sums[p]) for p in self.params)
-        ]
+            p.grad = grad = total.detach().to(p.dtype)
+            own = grad if grad.dtype == total.dtype else total.detach()
+            self._taken[p] = grad, grad._version, own
         self._taken_norms = norms
         self.ready = True
 
@@ -452,7 +503,16 @@ class GhostDPOptimizer(ClippingOptimizer, DPOptimizerFastGradientClipping):
                     "opacus_ext.losses.model_losses(model, batch)).backward()."
                 ),
             )
-        for p, (grad, version, _) in zip(self.params, self._taken):
+        for p in self.params:
+            if p not in self._taken:
+                name = self._name_of(p)
+                raise Refused(
+                    f"{name} was frozen when the clipped gradients were computed, and "
+                    "is trained now.",
+                    parameter=name,
+                    remedy="Call requires_grad_(True) before the forward pass.",
+                )
+            grad, version, _ = self._taken[p]
             if p.grad is not grad or grad._version != version:
                 raise Refused(
                     "The clipped gradients were changed between backward() and "
@@ -470,22 +530,24 @@ class GhostDPOptimizer(ClippingOptimizer, DPOptimizerFastGradientClipping):
                 changed since
         """
         self._check_gradients()
-        taken, self._taken = self._taken, []
+        taken, self._taken = self._taken, {}
         goes_on = self._check_skip_next_step(pop_next=False)
-        for p, (_, _, total) in zip(self.params, taken):
+        for p, (_, _, total) in taken.items():
+            p.grad = None
+            if not p.requires_grad:  # frozen since: without noise it is not to be used
+                continue
             if p.summed_grad is None:
                 # The next batch may be given the same memory, by CUDA graphs.
                 p.summed_grad = total.clone() if goes_on else total
             else:
                 p.summed_grad = p.summed_grad.add_(total)
-            p.grad = None
         self.norms.append(self._taken_norms)
         self.ready = False
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients; see ``DPOptimizerFastGradientClipping``."""
         super().zero_grad(set_to_none)
-        self.ready, self._taken = False, []
+        self.ready, self._taken = False, {}
 
 
 def optimizer_class(base: Type[ClippingOptimizer], clipping: Clipping) -> type:

@@ -7,6 +7,7 @@ from typing import Any, Callable, Mapping, NamedTuple
 from torch.utils.data import IterableDataset
 from transformers import Trainer, TrainingArguments
 
+from opacus_ext.data.copies import refuse_copies
 from opacus_ext.refused import Refused
 from opacus_ext.trainer.sharded import refuse_config
 
@@ -122,7 +123,7 @@ def refuse_arguments(args: TrainingArguments) -> None:
 
 
 def refuse_data(dataset: Any) -> None:
-    """Refuses a data set without records that can be drawn by number."""
+    """Refuses a data set without records that can be drawn by number, each once."""
     others = isinstance(dataset, (IterableDataset, Mapping))
     if (
         others
@@ -135,6 +136,8 @@ def refuse_data(dataset: Any) -> None:
             parameter="train_dataset",
             remedy="Give one with __len__ and __getitem__, such as a list of records.",
         )
+    if dataset is not None:
+        refuse_copies(dataset, "train_dataset")
 
 
 def refuse_order(cls: type, private: type) -> None:

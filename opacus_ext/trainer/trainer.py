@@ -34,7 +34,7 @@ from opacus_ext.grad_sample.core.groups import Samples, samples_of
 from opacus_ext.losses import PerRecord, sample_loss
 from opacus_ext.misuse import check_delta, check_size
 from opacus_ext.monitor import Monitor
-from opacus_ext.private_training import PrivateTraining
+from opacus_ext.private_training import Basis, PrivateTraining, Same
 from opacus_ext.refused import Refused
 from opacus_ext.trainer.arguments import PrivacyArguments
 from opacus_ext.trainer.checkpoint import forget_state, read_state, write_state
@@ -276,6 +276,7 @@ class PrivateTrainer(Trainer):
         self, epoch_iterator: Iterator, num_batches: int, device: torch.device
     ) -> Tuple[List[List[PhysicalBatch]], int]:
         """Returns the items of a logical batch, and its number of records."""
+        self._training.refuse_changes()  # a callback's, of arguments
         if self._training.hooks is not None:
             self._training.optimizer.drop_logical_batch()  # one that was left, too
         items = list(islice(epoch_iterator, num_batches))
@@ -313,11 +314,27 @@ class PrivateTrainer(Trainer):
             sampling=sampling,
         )
         self.optimizer = training.optimizer
+        training.keep(self._basis)
         self._monitor = None
         if privacy.monitor != "off":
             self._monitor = Monitor(self.engine, self.optimizer)
             if training.saved is not None:
                 self._monitor.load_state_dict(training.saved["monitor"])
+
+    def _basis(self) -> Basis:
+        """Returns what the run rests on."""
+        args, data = self.args, self.train_dataset
+        names = "per_device_train_batch_size gradient_accumulation_steps world_size"
+        names += " max_steps seed"
+        found: Basis = {("args", name): getattr(args, name) for name in names.split()}
+        privacy = asdict(self.privacy)
+        del privacy["log_loss"]
+        found.update({("privacy", name): value for name, value in privacy.items()})
+        found["trainer", "args"] = Same(args)
+        found["trainer", "train_dataset"] = Same(data)
+        found["train_dataset", "len"] = len(data)
+        found["state", "max_steps"] = self.state.max_steps
+        return found
 
     def training_step(
         self,
@@ -330,6 +347,7 @@ class PrivateTrainer(Trainer):
         ``num_items_in_batch`` records. Returns the share of the item in the logical
         batch's mean loss.
         """
+        self._training.refuse_changes()
         optimizer = self._training.optimizer
         loss = torch.zeros((), device=self.args.device)
         for i, batch in enumerate(inputs):

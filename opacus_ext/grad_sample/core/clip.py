@@ -13,6 +13,7 @@ from typing import Any, Callable, Iterable, Iterator, NamedTuple, Sequence
 
 import torch
 
+from opacus_ext.clipping import check_parameters, is_built_in
 from opacus_ext.grad_sample.core.gradients import SMALL, GradSamples, gradients_of_group
 from opacus_ext.grad_sample.factors import (
     ROUNDING,
@@ -424,6 +425,7 @@ class ClippedSum:
         scale: float = 1.0,
     ):
         self.names, self.params = list(params), list(params.values())
+        check_parameters(clipping, len(self.params))
         self.clipping, self.on_nonfinite, self.scale = clipping, on_nonfinite, scale
         self.per_parameter = getattr(clipping, "per_parameter", False)
         dtype = torch.promote_types(self.params[0].dtype, torch.float32)
@@ -474,6 +476,8 @@ class ClippedSum:
     def add_clipped(self, rows: T | None, norms: T, sums: list[T | None]) -> None:
         """Adds sums that were clipped with these norms, which are finite."""
         self.reached = True
+        if not is_built_in(self.clipping):
+            self._check_sensitivity(norms, self.clipping(norms))
         self._set_norms(rows, norms)
         self.put(sums)
 
@@ -492,7 +496,7 @@ class ClippedSum:
         norms = _over(norms, self.scale)
         if is_finite(norms):
             self._set_norms(rows, norms)
-            return Clipped(clipping_factors(self.clipping, norms, self.scale))
+            return Clipped(self._factors(norms))
         apart = _not_finite(norms)
         (at,) = apart.nonzero(as_tuple=True)
         found = exact(at)
@@ -500,11 +504,34 @@ class ClippedSum:
         norms[..., at] = _over(found.norms, self.scale).to(norms)
         norms, bad = self._check_finite(norms, rows)
         self._set_norms(rows, norms)
-        factors = clipping_factors(self.clipping, norms, self.scale, bad)
+        factors = self._factors(norms, bad)
         if bad is not None:
             found.drop(bad[at])
         own = factors[..., at]
         return Clipped(factors.masked_fill(apart, 0), apart, found, own)
+
+    def _factors(self, norms: T, bad: T | None = None) -> T:
+        factors = clipping_factors(self.clipping, norms, self.scale, bad)
+        if not is_built_in(self.clipping):
+            self._check_sensitivity(norms, factors * self.scale)
+        return factors
+
+    def _check_sensitivity(self, norms: T, factors: T) -> None:
+        """Refuses factors by which a gradient is longer than the sensitivity."""
+        finite, lengths = norms.isfinite(), (norms * factors).abs()
+        if norms.dim() > 1:
+            finite, lengths = finite.all(0), lengths.norm(dim=0)
+        clipping: Any = self.clipping
+        most = clipping.sensitivity("add_or_remove_one")
+        wrong = finite & ~(lengths <= most * (1 + 1e-4))
+        if bool(wrong.any()):
+            raise Refused(
+                "The clipping function leaves a gradient of norm "
+                f"{float(lengths[wrong][0]):g}, and states a sensitivity of {most:g}.",
+                parameter="clipping",
+                remedy="Its factors times the norms, of all parameters together, must "
+                "not exceed what sensitivity or largest_norm returns.",
+            )
 
     @torch.no_grad()
     def add_one(self, row: int, by_id: dict[int, T]) -> None:
@@ -522,7 +549,7 @@ class ClippedSum:
             norms = norms if self.per_parameter else scaled_norms(norms.mT)
             norms, bad = self._check_finite(norms, rows)
         self._set_norms(rows, norms)
-        factors = clipping_factors(self.clipping, norms, self.scale, bad)
+        factors = self._factors(norms, bad)
         if bad is not None:
             used, dense = [], []
         if self.per_parameter:

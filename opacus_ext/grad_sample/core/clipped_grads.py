@@ -11,7 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.weak import WeakIdKeyDictionary
 
-from opacus_ext.clipping import as_clipping_function
+from opacus_ext.clipping import as_clipping_function, check_parameters
 from opacus_ext.grad_sample.core.clip import (
     ClippedSum,
     DenseGrads,
@@ -181,6 +181,7 @@ def clipped_grads(
     every: Mapping[str, T] = params if shards is None else shards.gathered
     trained, mesh = _trained(every, microbatch), split_mesh(every.values())
     clip = as_clipping_function(clipping)
+    check_parameters(clip, len(trained))
     if on_nonfinite not in ("drop", "raise"):
         raise Refused(
             f'on_nonfinite is "drop" or "raise", got {on_nonfinite!r}.',

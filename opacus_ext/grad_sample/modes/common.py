@@ -175,6 +175,62 @@ class Attachment:
             vars(self.module)["_compiled_call_impl"] = self._before
 
 
+class ByHand:
+    """
+    Opacus's own wrapper of a model, made by hand and passed to make_private: the model
+    in it is made private. Who goes on calling the wrapper, calls the private model.
+
+    Attributes:
+        wrapper: Opacus's
+    """
+
+    def __init__(self, wrapper: Any):
+        self.wrapper, self.enabled = wrapper, wrapper.hooks_enabled
+
+    @classmethod
+    def of(
+        cls,
+        module: nn.Module,
+        kind: type,
+        batch_first: bool = True,
+        loss_reduction: str = "mean",
+        **others: Any,
+    ) -> ByHand | None:
+        """Returns a wrapper of a kind of mode, with these arguments; otherwise None."""
+        stock = type(module)
+        if stock not in kind.__mro__ or not stock.__module__.startswith("opacus."):
+            return None
+        given = getattr(module, "batch_first"), getattr(module, "loss_reduction")
+        return cls(module) if given == (batch_first, loss_reduction) else None
+
+    def remove(self) -> None:
+        """Removes Opacus's hooks, and what they have left."""
+        self.wrapper.remove_hooks()
+        for layer in self.wrapper.modules():
+            for name in ("activations", "max_batch_len"):
+                vars(layer).pop(name, None)
+        self._reset()
+
+    def _reset(self) -> None:
+        for p in self.wrapper.parameters():
+            p.grad_sample, p._forward_counter = None, 0
+
+    def redirect(self, made: Any) -> None:
+        """Lets the wrapper call, and clean up, what was made of its model."""
+        private = private_model_of(self.wrapper._module)
+        if private is not None:
+            handles = self.wrapper._module.autograd_grad_sample_hooks
+            handles.append(Attachment(private, self.wrapper))
+            vars(self.wrapper).update(autograd_grad_sample_hooks=handles, made=made)
+
+    def put_back(self) -> None:
+        """Undoes :meth:`remove`."""
+        self._reset()
+        names = "loss_reduction", "batch_first", "force_functorch"
+        self.wrapper.add_hooks(**{name: getattr(self.wrapper, name) for name in names})
+        self.wrapper.hooks_enabled = self.enabled
+
+
 def private_model_of(module: nn.Module) -> PrivateModel | None:
     """Returns the private model of a module; None if it is not private."""
     handles = getattr(module, "autograd_grad_sample_hooks", ())

@@ -107,7 +107,8 @@ class OfRows(NamedTuple):  # equal for equal tables, so that uses are bundled
         return F.embedding(ids, params[0], self.padding)
 
     def __call__(self, backprops: T, ids: T) -> list[tuple[Factor, ...]]:
-        rows = backprops.reshape(*backprops.shape[:2], -1)
+        # A sequence of no tokens has no entries to tell -1 from.
+        rows = backprops.flatten(2) if backprops.dim() > 2 else backprops[..., None]
         if self.padding is not None:
             rows = rows.masked_fill((ids == self.padding).unsqueeze(-1), 0)
         ids = ids.to(rows.device, torch.long)  # it may be on the CPU for ``table[ids]``

@@ -48,4 +48,4 @@ def cross_entropy(
 
 def _by_sample(x: T) -> T:
     """Returns the sum for each sample ``[B]``."""
-    return x.view(len(x)) if x.numel() == len(x) else x.view(len(x), -1).sum(1)
+    return x.view(len(x)) if x.numel() == len(x) else x.flatten(1).sum(1)
