@@ -24,14 +24,13 @@ from torch.utils.data import DataLoader
 from opacus_ext.accountants import calibration
 from opacus_ext.accountants.budget import least_noise
 from opacus_ext.accountants.prv import PRVBoundsAccountant
-from opacus_ext.accountants.whole import count_whole
+from opacus_ext.accountants.whole import count_steps, count_whole
 from opacus_ext.data.draws import count_records
 from opacus_ext.data.sampling import CyclicPoisson, Poisson, Sampling
 from opacus_ext.grad_sample.parallel.split import is_split_alone, place_of
 from opacus_ext.ledger import ledger_of, note_trained
 from opacus_ext.misuse import check_delta, check_loader, check_number, checked_epsilon
 from opacus_ext.optimizers.banded import Banded, BandedNoise, choose_bands
-from opacus_ext.optimizers.draws import count_steps
 from opacus_ext.refused import Refused
 from opacus_ext.runs import add_run, runs_of
 from opacus_ext.secure import SecureSource

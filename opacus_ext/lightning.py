@@ -396,14 +396,6 @@ class PrivacyCallback(Callback):
                     parameter="train_dataloaders",
                     remedy="Leave the Trainer's training loader as it is in a run.",
                 )
-            if batches[-1].draw != training.draw:
-                raise Refused(
-                    f"training_step was given draw {batches[-1].draw} of the run, "
-                    f"where draw {training.draw} comes next: each is accounted for "
-                    "once.",
-                    parameter="train_dataloaders",
-                    remedy="Let the Trainer's own loop alone read the training loader.",
-                )
             _refuse_trainer(pl_module.trainer)  # callbacks may have changed it since
             training.refuse_changes()
             if criterion is not None and _described(pl_module, self.criterion) != given:
@@ -423,13 +415,13 @@ class PrivacyCallback(Callback):
                     remedy="Change its param_groups in place, or replace it in "
                     "on_fit_start.",
                 )
-            training.draw += 1
+            training.draw = batches[-1].draw + 1
             self._before = _steps_of(self.engine.accountant)
             optimizer.drop_logical_batch()  # one that failed in its middle
             for batch in batches:
                 optimizer.zero_grad()
                 optimizer.signal_skip_step(batch is not batches[-1])
-                with training.telling():
+                with training.taking(batch), training.telling():
                     output = output_of(batch, *rest)
                     if automatic:
                         loss = _loss(output, criterion, self.criterion)

@@ -5,8 +5,18 @@ The private part of a run whose training loop is another library's, which
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-from typing import Any, Callable, ContextManager, Dict, List, Mapping, Optional, Tuple
+from contextlib import contextmanager, nullcontext
+from typing import (
+    Any,
+    Callable,
+    ContextManager,
+    Dict,
+    Iterator,
+    List,
+    Mapping,
+    Optional,
+    Tuple,
+)
 
 import torch
 import torch.distributed as dist
@@ -20,7 +30,7 @@ from torch.utils.data import DataLoader
 
 from opacus_ext.accountants.budget import least_noise
 from opacus_ext.data.draws import Draws, loader_like
-from opacus_ext.data.logical import LogicalBatches, derive_seed
+from opacus_ext.data.logical import LogicalBatches, PhysicalBatch, derive_seed
 from opacus_ext.data.sampling import Sampling
 from opacus_ext.grad_sample.adapter.state import Change, State
 from opacus_ext.grad_sample.modes.common import Attachment, private_model_of
@@ -113,6 +123,7 @@ class PrivateTraining:
     batches: LogicalBatches
     _basis: Callable[[], Basis] = dict
     _began: Optional[Basis] = None  # what the run rests on, as it began
+    _taken = -1, 0  # draw and part of the last physical batch
 
     def __init__(
         self,
@@ -188,12 +199,26 @@ class PrivateTraining:
             wrap_model=False,
             **kwargs,
         )
-        self.optimizer.draws = None  # they have numbers, and each comes once
+        self.optimizer.draws, self._taken = None, (-1, 0)  # they have numbers
         private = private_model_of(module)
         if called is not module and private is not None:  # which the loop goes on with
             attached: Any = module.autograd_grad_sample_hooks
             attached.append(Attachment(private, called))
         return criterion[0] if criterion else None
+
+    @contextmanager
+    def taking(self, batch: PhysicalBatch) -> Iterator[None]:
+        """Takes the gradients of a physical batch. Refuses one that was taken before"""
+        place = batch.draw, batch.part
+        if place <= self._taken:
+            raise Refused(
+                f"Draw {batch.draw} of the run came back (part {batch.part} of it), "
+                f"after draw {self._taken[0]}: each is accounted for once.",
+                remedy="Let the Trainer's own loop alone read the training loader, and "
+                "call its step once for each of its batches.",
+            )
+        yield
+        self._taken = place
 
     def keep(self, basis: Callable[[], Basis]) -> None:
         """

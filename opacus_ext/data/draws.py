@@ -153,7 +153,7 @@ class Splits(_SharedOut, BatchSplittingSampler):
 
     def __iter__(self) -> Iterator[List[int]]:
         if hasattr(self.sampler, "__dict__"):
-            vars(self.sampler)["is_split"] = True  # see optimizers/loop.py
+            self.sampler.__dict__["is_split"] = True  # see optimizers/loop.py
         if self.place is None:
             return super().__iter__()
         # Without workers only whole draws are counted (optimizers/loop.py), so that

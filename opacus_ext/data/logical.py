@@ -22,13 +22,15 @@ class PhysicalBatch(NamedTuple):
     """
     The records of a logical batch that run together: their number, what the collator
     made of them (without records of one that is not drawn, or None), the number of the
-    logical batch, and its number of records in all processes.
+    logical batch, its number of records in all processes, and the number of this part
+    of it.
     """
 
     records: int
     inputs: Any
     draw: int
     drawn: int = 0
+    part: int = 0
 
 
 class _Item(NamedTuple):
@@ -36,6 +38,7 @@ class _Item(NamedTuple):
     draw: int
     seed: int
     drawn: int
+    part: int  # of the first physical batch
 
 
 class LogicalBatches(Sampler):
@@ -94,7 +97,8 @@ class LogicalBatches(Sampler):
             items[1:1] = [[]] * (self.items - len(items))
             for i, numbers in enumerate(items):
                 seed = derive_seed(self.seed, "records", draw, i, *[rank] * (rank > 0))
-                yield _Item(numbers, draw, seed, len(drawn))
+                part = sum(len(x) for x in items[:i])
+                yield _Item(numbers, draw, seed, len(drawn), part)
 
 
 class _PhysicalBatches(Dataset):
@@ -109,7 +113,10 @@ class _PhysicalBatches(Dataset):
     def __getitems__(self, item: _Item) -> List[PhysicalBatch]:
         # Random records and masks are the same in whatever process and order.
         with seeded(item.seed):
-            return [self._collated(x, item.draw, item.drawn) for x in item.numbers]
+            return [
+                self._collated(numbers, item.draw, item.drawn, part)
+                for part, numbers in enumerate(item.numbers, item.part)
+            ]
 
     def _collated(self, numbers: List[int], *logical: int) -> PhysicalBatch:
         if not (numbers or self.example):

@@ -12,13 +12,11 @@ from typing import Any, Collection, Dict, NamedTuple, Optional, Set
 
 import torch
 
-from opacus_ext.accountants.whole import record_whole
 from opacus_ext.grad_sample.adapter.passes import Draw
-from opacus_ext.ledger import ledger_of
 
 _AGAIN = (
-    "A step was taken on a draw of an earlier step (itertools.cycle of the "
-    "loader, a list of its batches, a seed in the loop): it is counted as one on all "
+    "A step had no new draw of make_private's loader (itertools.cycle of it, a list "
+    "of its batches, a seed in the loop, another loader): it is counted as one on all "
     "records, so that epsilon grows faster."
 )
 _OF_ANOTHER = (
@@ -181,26 +179,3 @@ def state_of(generator: Any) -> Optional[int]:
     if not isinstance(generator, torch.Generator):
         return None  # the operating system's
     return hash(generator.get_state().numpy().tobytes())
-
-
-def count_steps(engine: Any, optimizer: Any) -> None:
-    """Counts the steps of an optimizer by the draws that they spend, in the ledger."""
-    hook, accountant, ledger = optimizer.step_hook, engine.accountant, ledger_of(engine)
-
-    def count(dp_optimizer: Any) -> None:
-        spent, before = dp_optimizer.spent, accountant.history[-1:]
-        if spent is not None and accountant.mechanism() != "gdp":  # it knows one rate
-            record_whole(accountant, lambda: add(dp_optimizer, spent))
-            return
-        hook(dp_optimizer)
-        if accountant.history[-1:] != before:
-            ledger.add(*accountant.history[-1][:2])
-
-    def add(dp_optimizer: Any, spent: Spent) -> None:
-        noise = float(dp_optimizer.noise_multiplier)
-        rate = min(1.0, spent.rate * dp_optimizer.accumulated_iterations)
-        for _ in range(spent.steps):
-            accountant.step(noise_multiplier=noise, sample_rate=rate)
-            ledger.add(noise, rate)
-
-    optimizer.step_hook, optimizer.ledger = count, ledger

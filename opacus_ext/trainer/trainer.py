@@ -352,7 +352,8 @@ class PrivateTrainer(Trainer):
         loss = torch.zeros((), device=self.args.device)
         for i, batch in enumerate(inputs):
             optimizer.zero_grad(set_to_none=True)
-            losses = self._clip(model, batch)
+            with self._training.taking(batch):
+                losses = self._clip(model, batch)
             loss += losses.sum() / num_items_in_batch
             if i < len(inputs) - 1 or not self.accelerator.sync_gradients:
                 optimizer.signal_skip_step()

@@ -111,14 +111,16 @@ class Passes:
                 "A second backward pass in one step over records that were drawn once: "
                 "each pass is clipped by itself, so that a record would count twice.",
                 remedy="Add the losses of a batch and call backward() once. Batches of "
-                "other draws can be accumulated.",
+                "other draws can be accumulated: take each from the loader after the "
+                "backward() of the one before.",
             )
         self._new.append(new)
 
     def _are_too_many(self, new: Pass, others: tuple[Pass, ...]) -> bool:
         """Returns True if passes have more samples than the batch that was taken."""
         drawn = self.counter.size_of(new.taken) if self.counter else None
-        same = sum(x.size for x in others if x.taken == new.taken)
+        unknown = (x for x in others if not (x.draws and new.draws))
+        same = sum(x.size for x in unknown if x.taken == new.taken)
         return drawn is not None and bool(same) and same + new.size > drawn
 
     def keep(self) -> None:

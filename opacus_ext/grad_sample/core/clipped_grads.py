@@ -471,10 +471,10 @@ def _clipped_traced(
         grads, (losses, aux, kept) = grad(first.make_slots())
         group = GroupNorms(values, size, getattr(clipping, "per_parameter", False))
         group.finish(first.collect(kept, grads, size))
-        norms, sums = safe_norms_and_sums(group, clipping)
+        norms, clipped = safe_norms_and_sums(group, clipping)
         norms = norms.norm(dim=0) if norms.dim() > 1 else norms
     found = tree_unflatten(aux, specs[0]) if aux else None
-    return ClippedGrads(sums_by_name(params, sums), norms, losses, found)
+    return ClippedGrads(sums_by_name(params, clipped), norms, losses, found)
 
 
 @torch.compiler.assume_constant_result  # runs while code is compiled, as it is

@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from itertools import zip_longest
 from typing import Any, Callable, Iterable, Iterator, NamedTuple, Sequence
 
 import torch
@@ -374,7 +373,7 @@ def gradients_alone(
     if not pairs or not leaves:
         return {}
     # The code of a sample may add some.
-    refuse_hooks(zip_longest(names, leaves[: len(names) or None], fillvalue=""))
+    refuse_hooks(zip(names or [""] * len(leaves), leaves))
     found: Sequence[T | None]
     ys, gs = zip(*pairs)
     reached, own_functions = graph_of(ys)

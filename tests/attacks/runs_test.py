@@ -37,8 +37,7 @@ from opacus_ext import Clipping, Refused, clipped_grads
 from opacus_ext.clipping import CLIPPINGS, find_clipping
 from opacus_ext.data import Poisson, UserRecords
 from opacus_ext.data.copies import find_copies
-
-from .common import (
+from tests.common import (
     assert_same,
     clipped_sum,
     make_private,

@@ -1,0 +1,301 @@
+"""Attacks by what an epsilon can hide, a table for each kind."""
+
+import copy
+import itertools
+
+import pytest
+import torch
+from opacus import PrivacyEngine
+from opacus.accountants import create_accountant
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import opacus_ext  # noqa: F401
+from opacus_ext import Refused
+from opacus_ext.losses import PerSample
+from opacus_ext.statement import read_statement
+from tests.adapter.common import EVERY_MODE
+from tests.common import assert_same, clipped_sum, make_private, oracle, square_loss
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+C, N, DELTA = 1.0, 6, 1e-3
+
+
+# -- two passes over records that were drawn once --------------------------------------
+
+
+def same(x):
+    return x, x
+
+
+def copied(x):
+    return x, x.clone()
+
+
+def viewed(x):
+    return x, x[:]
+
+
+def overlapping(x):
+    return x[: N - 1], x[1:]
+
+
+def part_again(x):
+    return x, x[:1]
+
+
+def turned(x):
+    return x, x.flip(0)
+
+
+def augmented(x):
+    """Two views of each record."""
+    return x + 0.1, x - 0.1
+
+
+TWICE = same, copied, viewed, overlapping, part_again, turned, augmented
+
+
+def accumulated(private, parts):
+    private.optimizer.zero_grad()
+    for part in parts:
+        private.backward(part, square_loss)
+    private.optimizer.step()
+
+
+def skipped(private, parts):
+    """As BatchMemoryManager accumulates."""
+    for i, part in enumerate(parts, 1):
+        private.optimizer.signal_skip_step(i < len(parts))
+        private.optimizer.zero_grad()
+        private.backward(part, square_loss)
+        private.optimizer.step()
+
+
+def drawn(mode, records=None):
+    """A private layer, and the records of a draw of its loader."""
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2).double()
+    data = TensorDataset(torch.randn(N, 3).double() if records is None else records)
+    private = make_private(model, mode, batch_size=N, dataset=data, max_grad_norm=C)
+    ((x,),) = itertools.islice(private.loader, 1)
+    return private, model, x
+
+
+@pytest.mark.parametrize("mode", EVERY_MODE)
+@pytest.mark.parametrize("loop", [accumulated, skipped])
+@pytest.mark.parametrize("parts", TWICE)
+def test_records_are_clipped_once(mode, loop, parts):
+    private, model, x = drawn(mode)
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(Refused, match="second backward pass|a second time"):
+        loop(private, parts(x))
+    assert_same(model.state_dict(), before, 0)
+    assert not private.engine.accountant.history
+    private.optimizer.zero_grad()
+    private.optimizer.drop_logical_batch()
+    expected = clipped_sum(oracle(model, x, square_loss), "flat", C)
+    private.step(next(iter(private.loader))[0], square_loss)
+    found = {n: p.grad * N for n, p in model.named_parameters()}
+    assert_same(found, expected, 1e-8)
+
+
+@pytest.mark.parametrize("mode", ["hooks", "functorch"])
+def test_the_gradient_of_two_losses_is_of_one_record(mode):
+    """A loss that calls the model twice is one pass, of which a record has one part."""
+    private, model, x = drawn(mode)
+    private.optimizer.zero_grad()
+
+    def both(model, x):
+        return square_loss(model, x) + square_loss(model, 2 * x)
+
+    expected = clipped_sum(oracle(model, x, both), "flat", C)
+    private.backward(x, both)
+    private.optimizer.step()
+    found = {n: p.grad * N for n, p in model.named_parameters()}
+    assert_same(found, expected, 1e-8)
+
+
+@pytest.mark.parametrize("mode", EVERY_MODE)
+@pytest.mark.parametrize(
+    "parts", [lambda x: (x[:2], x[2:]), lambda x: x.split(1)], ids=["two", "one by one"]
+)
+def test_parts_of_a_draw_are_added(mode, parts):
+    private, model, x = drawn(mode)
+    expected = clipped_sum(oracle(model, x, square_loss), "flat", C)
+    skipped(private, parts(x))
+    found = {n: p.grad * N for n, p in model.named_parameters()}
+    assert_same(found, expected, 1e-8)
+
+
+@pytest.mark.parametrize("mode", ["hooks", "functorch"])
+def test_other_draws_are_accumulated(mode):
+    """Where Opacus allows it; equal records may be drawn by both."""
+    private, model, x = drawn(mode, records=torch.ones(2 * N, 3).double())
+    batches = [x for (x,) in private.loader]
+    expected = clipped_sum(oracle(model, batches[0], square_loss), "flat", C)
+    accumulated(private, batches)
+    found = {n: p.grad * N for n, p in model.named_parameters()}
+    assert_same(found, expected, 1e-8)
+    ((_, rate, steps),) = private.engine.accountant.history
+    assert (rate, steps) == (1.0, 1)
+
+
+# -- statements ------------------------------------------------------------------------
+
+
+class Run:
+    """A run with noise, and its statement."""
+
+    def __init__(self, engine=None, model=None, rate=0.25, records=40, **kwargs):
+        self.model = model or nn.Linear(3, 1)
+        self.engine = engine or PrivacyEngine(accountant="prv")
+        made = self.engine.make_private(
+            module=self.model,
+            optimizer=torch.optim.SGD(self.model.parameters(), 0.1),
+            data_loader=DataLoader(
+                TensorDataset(torch.randn(records, 3)), int(rate * records)
+            ),
+            noise_multiplier=1.0,
+            max_grad_norm=1.0,
+            criterion=PerSample(),
+            **{"grad_sample_mode": "hooks", **kwargs},
+        )
+        self.module, self.optimizer, self.loader = made[0], made[1], made[-1]
+
+    def train(self, steps=4, loader=None, form=None):
+        for (x,) in itertools.islice(loader or self.loader, steps):
+            self.optimizer.zero_grad()
+            loss = self.module(x if form is None else form(x)).mean()
+            loss.backward()
+            self.optimizer.step()
+        return self
+
+    @property
+    def stated(self):
+        return self.engine.privacy_statement(delta=DELTA).content
+
+
+def epsilon(*history):
+    accountant = create_accountant("prv")
+    accountant.history = list(history)
+    return accountant.get_epsilon(DELTA)
+
+
+def fixed(run):
+    """Another loader, whose batches all have one size."""
+    batches = DataLoader(TensorDataset(torch.randn(400, 3)), 5)
+    run.train(steps=40, loader=batches)
+
+
+def of_a_list(run):
+    run.train(steps=9, loader=list(run.loader) * 3)
+
+
+BROKEN = {
+    fixed: "no new draw",
+    of_a_list: "no new draw",
+}
+
+
+@pytest.mark.parametrize("loop", BROKEN, ids=lambda x: x.__name__)
+def test_a_warning_is_in_the_statement(loop, tmp_path):
+    run = Run()
+    assert run.train(4).stated["holds"] == "yes"
+    with pytest.warns(UserWarning, match=BROKEN[loop]):
+        loop(run)
+    for again in range(2):
+        content = run.stated
+        assert content["holds"] == "no" and content["epsilon"] is None
+        assert any(BROKEN[loop] in note for note in content["notes"])
+        run.train(2)
+    path = str(tmp_path / "checkpoint.pt")
+    run.engine.save_checkpoint(path=path, module=run.module, optimizer=run.optimizer)
+    content = read_statement(path, DELTA).content
+    assert content["holds"] == "no"
+    assert any(BROKEN[loop] in note for note in content["notes"])
+    new = Run()
+    given = dict(module=new.module, optimizer=new.optimizer)
+    new.engine.load_checkpoint(path=path, **given)
+    assert new.train(2).stated["holds"] == "no"
+
+
+def test_two_engines_train_the_same_parameters():
+    first = Run().train(4)
+    first.module.cleanup()
+    second = Run(model=first.model).train(3)
+    expected = epsilon((1.0, 0.25, 7))
+    for run in first, second:
+        assert run.stated["epsilon"] == pytest.approx(expected)
+        assert run.stated["steps"] == 7
+        assert any("other engines" in note for note in run.stated["notes"])
+    assert second.engine.get_epsilon(DELTA) < expected  # of its own steps
+
+
+def emptied(engine):
+    engine.accountant.history.clear()
+
+
+def replaced(engine):
+    engine.accountant = create_accountant("prv")
+
+
+def of_another_kind(engine):
+    engine.accountant = create_accountant("rdp")
+
+
+def restated(engine):
+    engine.accountant.load_state_dict(create_accountant("prv").state_dict())
+
+
+def shrunk(engine):
+    engine.accountant.history[:] = [(9.0, 0.25, 4)]
+
+
+@pytest.mark.parametrize(
+    "change", [emptied, replaced, of_another_kind, restated, shrunk]
+)
+def test_an_accountant_that_is_replaced_forgets_nothing(change):
+    run = Run().train(4)
+    least = run.engine.get_epsilon(DELTA)
+    change(run.engine)
+    assert run.engine.get_epsilon(DELTA) >= least
+    content = run.stated
+    assert content["epsilon"] >= least and content["steps"] >= 4
+    assert any("the accountant does not have" in note for note in content["notes"])
+    run.train(2)
+    more = epsilon((1.0, 0.25, 6))
+    assert run.engine.get_epsilon(DELTA) >= more - 1e-9
+    assert run.stated["epsilon"] >= more - 1e-9
+
+
+@pytest.mark.parametrize("rate, counts", [(0.5, 0.5), (0.25, 0.25), (0.1, 0.25)])
+def test_the_loader_of_another_engine(rate, counts):
+    """The larger rate is counted."""
+    torch.manual_seed(1)
+    run, other = Run(records=200), Run(rate=rate, records=20)
+    run.train(2)
+    run.train(2, loader=other.loader)
+    steps = {p["sample_rate"]: p["steps"] for p in run.stated["phases"]}
+    assert sum(steps.values()) == 4
+    assert max(steps) == counts
+    assert run.stated["holds"] == ("no" if rate > 0.25 else "yes")
+
+
+def test_runs_that_are_seeded_alike():
+    """Their noise is the same, as Opacus's is; what that means is told and stated."""
+    torch.manual_seed(3)
+    first = Run().train(2)
+    torch.manual_seed(3)
+    second = Run()
+    with pytest.warns(UserWarning, match="the same noise"):
+        second.train(2)
+    assert any("the same noise" in text for text in second.stated["not_covered"])
+    assert not any("the same noise" in text for text in first.stated["not_covered"])
+
+
+def test_runs_that_are_not():
+    torch.manual_seed(12345)
+    first, second = Run().train(2), Run().train(2)
+    for run in first, second:
+        assert not any("the same" in text for text in run.stated["not_covered"])
