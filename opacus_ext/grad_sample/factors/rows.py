@@ -191,6 +191,9 @@ ROUNDING = 2.0**-9
 # the absolute values of the products that were added up to it. An inner product of rows
 # of 250,000 entries was wrong by 150 units.
 _OF_PRODUCTS = 2.0**15
+# Units for each entry of bfloat16 rows: tensor cores round toward zero, which adds up
+# (Fasi et al. 2021, "Numerical behavior of NVIDIA tensor cores").
+_OF_WIDE_PRODUCTS = 16.0
 # The same for the entries of materialized gradients, of which squares are taken.
 _OF_ENTRIES = 2.0**10
 
@@ -322,7 +325,16 @@ def inner(
         absolute = sizes if absolute is None else absolute + sizes
     if total is None or absolute is None:
         return Squares(first.new_zeros(batch_size, dtype=dtype))
-    return Squares(total, absolute * (_OF_PRODUCTS * torch.finfo(dtype).eps))
+    width = max(map(_width_of_wide, left))
+    units = max(_OF_PRODUCTS, _OF_WIDE_PRODUCTS * width)
+    return Squares(total, absolute * (units * torch.finfo(dtype).eps))
+
+
+def _width_of_wide(factor: Any) -> int:
+    """Returns the width of rows that :func:`sums_wide` is true for, or 0."""
+    parts = factor.parts if isinstance(factor, Beside) else (factor,)
+    widths = [x.shape[2] for x in parts if isinstance(x, T) and sums_wide(x)]
+    return max(widths, default=0)
 
 
 def chunk(rows: int, device: torch.device) -> int:
