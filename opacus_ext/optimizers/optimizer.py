@@ -5,6 +5,7 @@ gradients, ``GhostDPOptimizer`` takes sums of gradients that a mode has clipped.
 
 from __future__ import annotations
 
+import itertools
 import math
 import weakref
 from typing import (
@@ -374,10 +375,15 @@ class ClippingOptimizer(NoisyOptimizer):
         self._passes.forget(kept=not self._is_last_step_skipped)
         # A parameter that was frozen since must not keep samples until it is thawed.
         names = ["grad_sample"] + ["summed_grad"] * (not self._is_last_step_skipped)
-        for p in (p for group in self.param_groups for p in group["params"]):
-            for name in names:
-                if getattr(p, name, None) is not None:
-                    setattr(p, name, None)
+        frozen = [
+            p
+            for group in self.param_groups
+            for p in group["params"]
+            if not p.requires_grad
+        ]
+        for p, name in itertools.product(frozen, names):
+            if getattr(p, name, None) is not None:
+                setattr(p, name, None)
         if not self._is_last_step_skipped:
             self.norms, self._clipped_at = [], None
 

@@ -325,7 +325,8 @@ def inner(
         absolute = sizes if absolute is None else absolute + sizes
     if total is None or absolute is None:
         return Squares(first.new_zeros(batch_size, dtype=dtype))
-    width = max(map(_width_of_wide, left))
+    wide = first.device.type in _WIDE_SUMS
+    width = max(map(_width_of_wide, left)) if wide else 0
     units = max(_OF_PRODUCTS, _OF_WIDE_PRODUCTS * width)
     return Squares(total, absolute * (units * torch.finfo(dtype).eps))
 
