@@ -510,7 +510,8 @@ class GhostDPOptimizer(ClippingOptimizer, DPOptimizerFastGradientClipping):
                 ),
             )
         for p in self.params:
-            if p not in self._taken:
+            found = self._taken.get(p)
+            if found is None:
                 name = self._name_of(p)
                 raise Refused(
                     f"{name} was frozen when the clipped gradients were computed, and "
@@ -518,7 +519,7 @@ class GhostDPOptimizer(ClippingOptimizer, DPOptimizerFastGradientClipping):
                     parameter=name,
                     remedy="Call requires_grad_(True) before the forward pass.",
                 )
-            grad, version, _ = self._taken[p]
+            grad, version, _ = found
             if p.grad is not grad or grad._version != version:
                 raise Refused(
                     "The clipped gradients were changed between backward() and "
