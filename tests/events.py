@@ -48,13 +48,15 @@ def broken(private: Private, batch: Any, loss: Callable) -> None:
         pass
 
 
-def resumed(old: Private, new: Private) -> Private:
-    """New objects resume from a checkpoint."""
+def resumed(old: Private, new: Private, optimizer: bool = True) -> Private:
+    """New objects resume from a checkpoint; the optimizer only if told so."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "checkpoint.pt"
         for private, act in (old, "save_checkpoint"), (new, "load_checkpoint"):
             wraps = isinstance(private.handle, torch.nn.Module)
             module = private.handle if wraps else private.module
             given = dict(module=module, optimizer=private.optimizer)
+            if private is new and not optimizer:
+                del given["optimizer"]
             getattr(private.engine, act)(path=path, **given)
     return new

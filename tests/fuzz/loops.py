@@ -96,7 +96,7 @@ class Case:
         def scaled(*args: Any) -> torch.Tensor:
             return loss_of(*args) * scale
 
-        fresh = copy.deepcopy(self.clean)
+        fresh, batch = copy.deepcopy(self.clean), copied(batch)
         if weights is not None:
             fresh.load_state_dict(weights)
         try:
@@ -119,7 +119,8 @@ class Case:
         return bounds if self.clipping == "per_layer" else half_clipped(grads)
 
     def _private(self, model: nn.Module) -> Private:
-        given = dict(shared=["table"]) if self.shared else {}
+        shared = ["table"] * self.shared + ["note"] * ("note" in self.clean.inputs)
+        given = dict(shared=shared) if shared else {}
         private = make_private(
             model,
             self.mode,
@@ -177,6 +178,11 @@ class Case:
         weights = copy.deepcopy(self.model.state_dict())
         self.asked.append((batch, weights))
         return self.clipped(batch, weights)
+
+
+def copied(batch: Batch) -> Batch:
+    """The batch in memory of its own: a program may write to it."""
+    return {n: x.clone() if hasattr(x, "clone") else x for n, x in batch.items()}
 
 
 # -- events of a loop ------------------------------------------------------------------
@@ -241,13 +247,28 @@ def between(case: Case) -> None:
     case.look(expected)
 
 
+def passes_again(case: Case) -> None:
+    """A second backward pass over a batch; what it has left is dropped."""
+    batch = case.batch()
+    case.private.optimizer.zero_grad()
+    try:
+        case.private.backward(copied(batch), loss_of)
+        case.private.backward(copied(batch), loss_of)
+    except Refused as error:
+        if "second" not in str(error):
+            raise
+    else:
+        raise AssertionError("a batch counts twice")
+    step(case)
+
+
 def resumes(case: Case) -> None:
-    """New objects resume from a checkpoint."""
+    """New objects resume from a checkpoint, maybe without the optimizer's state."""
     old, model = case.private, copy.deepcopy(case.clean)
     with torch.no_grad():
         for p in trainable(model).values():
             p.add_(1)
-    case.private = events.resumed(old, case._private(model))
+    case.private = events.resumed(old, case._private(model), case.rng.random() < 0.7)
 
 
 def shrunk(state: Dict[str, Any]) -> Dict[str, Any]:
@@ -266,6 +287,7 @@ EVENTS: Dict[str, Any] = {
     "breaks inside": (breaks_inside, 1),
     "second run": (second_run, 1),
     "between": (between, 1),
+    "passes again": (passes_again, 1),
     "resumes": (resumes, 1),
     "keeps gradients": (lambda c: c.private.optimizer.zero_grad(set_to_none=False), 1),
     "loads": (lambda c: c.model.load_state_dict(shrunk(c.model.state_dict())), 1),

@@ -84,6 +84,27 @@ def fourier(s, h):
     )
 
 
+def caught(s, h):
+    """A question about data, in code that goes on whatever comes of it."""
+    try:
+        count = int(h.detach().abs().sum()) % 3
+    except Exception:
+        count = 0
+    return s.fc(h) * (1 + count)
+
+
+def cancels(s, h):
+    """Two uses whose gradients differ in their fourth digit."""
+    return s.fc(1e3 * h) - s.fc(1e3 * h + h)
+
+
+def overwrites(s, h):
+    """Writes to what it was given, which may be the batch."""
+    if not h.requires_grad:
+        h[:, 0] += h[:, -1]
+    return s.fc(h)
+
+
 def cell(s, h):
     state, out = torch.zeros_like(h[:, 0]), []
     for t in range(h.shape[1]):
@@ -200,6 +221,9 @@ UNARY: Dict[str, Callable[[random.Random], Step]] = {
     "sums": with_linear(lambda s, h: s.fc(h.cumsum(1))),
     "rolled": with_linear(lambda s, h: s.fc(h.roll(1, 1).flip(-1))),
     "checkpoint": with_linear(lambda s, h: checkpoint(s.fc, h, use_reentrant=False)),
+    "caught": with_linear(caught),
+    "cancels": with_linear(cancels),
+    "overwrites": with_linear(overwrites),
     "opaque": with_linear(lambda s, h: Opaque.apply(s.fc(h))),
     "inner gradient": with_linear(inner_gradient),
     "detached": with_linear(lambda s, h: s.fc(h.detach()) + h),
@@ -230,7 +254,9 @@ UNARY: Dict[str, Callable[[random.Random], Step]] = {
     "first token": with_weight(
         lambda s, h: torch.cat([s.w.expand(len(h), 1, D), h[:, 1:]], 1), D
     ),
-    "softmax of a weight": with_weight(lambda s, h: h @ s.w.softmax(-1), D, D),
+    "softmax of a weight": with_weight(  # twice: the sum of h would tie with its own
+        lambda s, h: h @ (2 * s.w.softmax(-1)), D, D
+    ),
     "inverse": with_weight(
         lambda s, h: h @ torch.linalg.inv(s.w @ s.w.T + torch.eye(D).to(h)), D, D
     ),

@@ -11,8 +11,25 @@ from tests.common import squares
 from tests.fuzz.ops import BINARY, LONGEST, REFUSABLE, UNARY, VOCAB, D, weights
 
 OUTPUTS = ("all", "pooled", "losses", "two", "named", "logits")
-INPUTS = ("x", "ids", "mask", "table")
-Batch = Dict[str, torch.Tensor]
+INPUTS = ("x", "ids", "mask", "table", "note")
+SHARED = ("table", "note")  # by all samples
+Batch = Dict[str, Any]
+
+
+class Note:
+    """A number in an object that looks like any other."""
+
+    def __init__(self, value: float):
+        self.value = value
+
+    def __repr__(self) -> str:
+        return "Note()"
+
+    def __eq__(self, other: Any) -> bool:
+        return isinstance(other, Note)
+
+    def __hash__(self) -> int:
+        return 0
 
 
 class Line(NamedTuple):
@@ -26,7 +43,8 @@ class Line(NamedTuple):
 class Program(nn.Module):
     """
     A forward that is a list of lines. It takes ``x [B, T, D]`` and maybe ids
-    ``[B, T]``, a mask ``[B, T]`` and a table ``[K, D]`` that all samples share.
+    ``[B, T]``, a mask ``[B, T]``, and a table ``[K, D]`` and a note that all samples
+    share.
     """
 
     def __init__(self, rng: random.Random):
@@ -94,7 +112,9 @@ class Program(nn.Module):
             f"tanh {self.squash}; frozen {frozen}"
         )
 
-    def forward(self, x, ids=None, mask=None, table=None):
+    def forward(self, x, ids=None, mask=None, table=None, note=None):
+        if note is not None:
+            x = x * note.value
         if ids is not None:
             x = x + self.tokens(ids)
         if table is not None:
@@ -146,9 +166,13 @@ def batch_of(program: Program, rng: random.Random, size: int) -> Batch:
         "ids": torch.randint(VOCAB, (size, T)),
         "mask": torch.rand(size, T) < rng.choice([0.5, 0.8, 1.1]),
         "table": torch.randn(rng.choice([1, 2, 3, 7]), D, dtype=torch.double),
+        "note": Note(rng.choice([1.0, 0.5, -2.0])),
     }
+    if size and rng.random() < 0.1:  # samples that share memory
+        for name in ("x", "ids", "mask"):
+            made[name] = made[name][:1].expand(size, *made[name].shape[1:])
     return {name: made[name] for name in program.inputs}
 
 
 def batched(program: Program) -> List[str]:
-    return [name for name in program.inputs if name != "table"]
+    return [name for name in program.inputs if name not in SHARED]

@@ -17,8 +17,10 @@ from tests.neighbors.records import (
     Field,
     Records,
     listed,
+    overlapping,
     padded,
     stacked,
+    with_notes,
     with_offsets,
     with_states,
 )
@@ -39,6 +41,8 @@ PADDED = Records({"x": Field(D)}, padded, ragged=True)
 PADDED_IDS = Records({"ids": Field(values=V)}, padded, ragged=True)
 LISTED = Records({"x": Field(D)}, listed, ragged=True)
 BAGS = Records({"ids": Field(values=V)}, with_offsets, ragged=True)
+NOTED = Records({"x": Field(D, whole=True)}, with_notes)
+FLAGGED = Records({"x": Field(D, whole=True)}, overlapping)
 STATES = Records(
     {"x": Field(D), "h": Field(D, whole=True), "c": Field(D, whole=True)}, with_states
 )
@@ -83,6 +87,16 @@ BAG = net(
 )
 
 
+def silenced(m, x, flag):
+    """An outlier takes the flag down, for itself."""
+    flag &= bool(x.abs().max() < 10)
+    return m.head(x) * flag
+
+
+SILENCED = net(silenced, head=(D, 2))
+NOTES = net(lambda m, x, notes: m.head(x[0][None]) * notes[0].value, head=(D, 2))
+
+
 def of_op(name: str) -> Any:
     """Makes two layers, and between them an op of the fuzzer."""
 
@@ -96,6 +110,7 @@ def of_op(name: str) -> Any:
 OPS = (
     *("sums", "experts", "conv", "group norm", "weight norm", "low rank", "branch"),
     *("number", "chosen", "opaque", "minus mean", "times B", "time first"),
+    *("caught", "cancels", "overwrites"),
 )
 
 
@@ -113,6 +128,8 @@ MODELS: Dict[str, Model] = {
     "encoder": Model(ENCODER, PADDED),
     "bags": Model(BAG, IDS),
     "offsets": Model(BAG, BAGS, kwargs=dict(take=opacus_ext.take.bags)),
+    "silenced": Model(SILENCED, FLAGGED),
+    "notes": Model(NOTES, NOTED, kwargs=dict(take=opacus_ext.take.items)),
     "lists": Model(Sequences, LISTED, kwargs=dict(take=opacus_ext.take.items)),
     **{name: Model(of_op(name), FLOATS) for name in OPS},
 }
@@ -175,6 +192,7 @@ LOOPS = [
         loops.left,
         loops.evaluated,
         loops.thawed,
+        loops.passed_again,
     )
 ] + [setting(name, mode="hooks", loop=loops.accumulated) for name in ("tied", "rows")]
 LOSSES = [

@@ -2,8 +2,10 @@
 
 from typing import List, Optional
 
+import pytest
 import torch
 
+from opacus_ext import Refused
 from tests import events
 from tests.common import trainable
 from tests.neighbors.records import Record
@@ -52,6 +54,18 @@ def left(run: Run, records: List[Record]) -> None:
     run.step(run.collate(records))
     run.private.optimizer.signal_skip_step(False)
     next(iter(run.private.loader))
+
+
+def passed_again(run: Run, records: List[Record]) -> torch.Tensor:
+    """A second backward pass is refused, and the batch is computed anew."""
+    run.private.optimizer.zero_grad()
+    if records:
+        batch = run.collate(records)
+        with pytest.raises(Refused):
+            run.backward(batch)
+            run.backward(batch)
+    run.step(run.collate(records))
+    return run.released()
 
 
 def evaluated(run: Run, records: List[Record]) -> None:

@@ -4,6 +4,8 @@ from typing import Any, Callable, Dict, List, NamedTuple, Tuple
 
 import torch
 
+from tests.fuzz.programs import Note
+
 KINDS = (
     "random",
     "zeros",
@@ -111,6 +113,18 @@ def with_offsets(records: List[Record]) -> Tuple[torch.Tensor, torch.Tensor]:
     """As ``nn.EmbeddingBag`` takes ids."""
     lengths = torch.tensor([0] + [len(r["ids"]) for r in records])
     return torch.cat([r["ids"] for r in records]), lengths.cumsum(0)[:-1]
+
+
+def with_notes(records: List[Record]) -> Tuple[List[torch.Tensor], List[Note]]:
+    """Numbers in objects that print alike."""
+    rows = [r["x"] for r in records]
+    return rows, [Note(float(x.nan_to_num(0, 0, 0).sum())) for x in rows]
+
+
+def overlapping(records: List[Record]) -> Tuple[torch.Tensor, torch.Tensor]:
+    """Rows, and a flag for each that is one number in memory."""
+    (x,) = stacked(records)
+    return x, torch.ones(1, 1, dtype=torch.bool).expand(len(records), 1)
 
 
 def with_states(records: List[Record]) -> Tuple[torch.Tensor, Tuple[torch.Tensor, ...]]:

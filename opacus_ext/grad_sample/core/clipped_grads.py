@@ -127,7 +127,8 @@ def clipped_grads(
     a tensor that is not in params    is a constant, whether it is trainable or not
     one tensor under two names        refused
     a hook on a parameter             refused
-    gradients that cancel to zero     norm 0, factor ``c(0)``
+    gradients that cancel             exact; norm 0 has the factor ``c(0)``
+    a loss without a graph            refused if no sample's loss reaches a parameter
     a gradient that is not finite     the term is zero, the norm infinite, with a
                                       warning; ``on_nonfinite="raise"`` refuses
     a branch on data                  the samples are split by their answers
@@ -140,12 +141,14 @@ def clipped_grads(
     a loss of more than one number    refused
     tensors whose first dims differ   refused: close over shared tensors, or ``take``
     numbers, lists, arrays in batch   refused, as above: each sample would see all
+    samples that share memory         each has memory of its own
     ================================= ================================================
 
     Under ``torch.compile(fullgraph=True)`` samples run at once. Branches on data,
-    ``take`` and ``microbatch`` are errors there, and a gradient that is not finite is
-    dropped without a warning (its norm is infinite). Each batch size is compiled
-    separately, so draw few sizes.
+    ``take``, ``microbatch`` and ``on_nonfinite="raise"`` are errors there. A gradient
+    that is not finite, or whose norm is over 1e19 in float32, is dropped without a
+    warning (its norm is infinite). Where a gradient's terms cancel, its norm is a bound
+    from above. Each batch size is compiled separately, so draw few sizes.
 
     Args:
         loss: function of a sample, a tree of tensors ``[1, ...]``. Returns one number,
@@ -158,7 +161,8 @@ def clipped_grads(
         clipping: the bound C of flat clipping, ``min(1, C / |g|)``, or a clipping
             function (clipping.py) of norms ``[B]`` that has ``sensitivity(relation)``
         take: ``take(batch, i)`` returns sample ``i`` as a tree of tensors ``[1, ...]``,
-            and raises IndexError if there is none
+            and raises IndexError behind the last. If it has ``take.size``,
+            ``take.size(batch)`` is the number of samples
         microbatch: the most samples that run at once, which bounds memory
         on_nonfinite: "drop" or "raise"
 
