@@ -84,9 +84,16 @@ class Case:
         unnamed = "table" in self.clean.inputs and not self.shared
         return self.clean.refusable or unnamed
 
+    @property
+    def uses_nothing(self) -> bool:
+        """True if no sample of the last batch has a gradient: torch refuses that."""
+        grads = self.grads(*self.asked[-1]) if self.asked else {}
+        return not any(bool((g != 0).any()) for g in grads.values())
+
     def batch(self, size: Optional[int] = None) -> Batch:
         size = self.rng.randint(1, 5) if size is None else size
-        return batch_of(self.clean, self.rng, size)
+        batch = batch_of(self.clean, self.rng, size)
+        return copied(batch) if self.compiled else batch
 
     def grads(
         self, batch: Batch, weights: Optional[Dict[str, Any]] = None, scale: float = 1.0
@@ -203,6 +210,10 @@ def parts(case: Case) -> None:
     case.look({n: sum(e[n] for e in every) for n in every[0]})
 
 
+def evaluates(case: Case) -> None:
+    events.evaluated(case.private, copied(case.batch()), loss_of)
+
+
 def leaves(case: Case) -> None:
     """A forward without a backward pass, and a backward pass without a step."""
     loss_of(case.private.module, case.batch())
@@ -249,7 +260,7 @@ def between(case: Case) -> None:
 
 def passes_again(case: Case) -> None:
     """A second backward pass over a batch; what it has left is dropped."""
-    if any(line.name == "overwrites" for line in case.clean.lines):
+    if case.clean.overwrites:
         return  # the batch is another one then
     batch = case.batch(case.rng.randint(2, 5))
     case.private.optimizer.zero_grad()
@@ -283,7 +294,7 @@ EVENTS: Dict[str, Any] = {
     "empty": (lambda case: step(case, 0), 1),
     "of one": (lambda case: step(case, 1), 1),
     "parts": (parts, 2),
-    "evaluates": (lambda c: events.evaluated(c.private, c.batch(), loss_of), 1),
+    "evaluates": (evaluates, 1),
     "leaves": (leaves, 1),
     "breaks": (lambda c: events.broken(c.private, c.batch(), loss_of), 1),
     "breaks inside": (breaks_inside, 1),
@@ -311,6 +322,8 @@ def attempt(seed: int, compiles: bool = True) -> Any:
         except AssertionError as error:
             return Failure(seed, "wrong", what, str(error))
         except Refused as error:
+            if "The loss of no sample" in str(error) and case.uses_nothing:
+                return "unfit"
             if case.refusable or "it can't be told which" in str(error):
                 return None
             return Failure(seed, "refused", what, str(error)[:600])

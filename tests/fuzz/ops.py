@@ -98,13 +98,6 @@ def cancels(s, h):
     return s.fc(1e3 * h) - s.fc(1e3 * h + h)
 
 
-def overwrites(s, h):
-    """Writes to what it was given, which may be the batch."""
-    if not h.requires_grad:
-        h[:, 0] += h[:, -1]
-    return s.fc(h)
-
-
 def cell(s, h):
     state, out = torch.zeros_like(h[:, 0]), []
     for t in range(h.shape[1]):
@@ -223,7 +216,6 @@ UNARY: Dict[str, Callable[[random.Random], Step]] = {
     "checkpoint": with_linear(lambda s, h: checkpoint(s.fc, h, use_reentrant=False)),
     "caught": with_linear(caught),
     "cancels": with_linear(cancels),
-    "overwrites": with_linear(overwrites),
     "opaque": with_linear(lambda s, h: Opaque.apply(s.fc(h))),
     "inner gradient": with_linear(inner_gradient),
     "detached": with_linear(lambda s, h: s.fc(h.detach()) + h),

@@ -51,7 +51,7 @@ class Program(nn.Module):
         super().__init__()
         self.inputs = ["x"] + [n for n in INPUTS[1:] if rng.random() < 0.25]
         self.output = rng.choice(OUTPUTS)
-        self.squash = rng.random() < 0.7
+        self.squash, self.overwrites = rng.random() < 0.7, rng.random() < 0.1
         self.steps, self.lines = nn.ModuleDict(), []
         if "ids" in self.inputs:
             padding = rng.choice([None, 0])
@@ -109,10 +109,12 @@ class Program(nn.Module):
         frozen = [n for n, p in self.named_parameters() if not p.requires_grad]
         return (
             f"inputs {self.inputs}; {'; '.join(lines)}; output {self.output}; "
-            f"tanh {self.squash}; frozen {frozen}"
+            f"tanh {self.squash}, overwrites {self.overwrites}; frozen {frozen}"
         )
 
     def forward(self, x, ids=None, mask=None, table=None, note=None):
+        if self.overwrites:
+            x[:, 0] += x[:, -1]
         if note is not None:
             x = x * note.value
         if ids is not None:

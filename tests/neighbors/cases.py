@@ -110,7 +110,7 @@ def of_op(name: str) -> Any:
 OPS = (
     *("sums", "experts", "conv", "group norm", "weight norm", "low rank", "branch"),
     *("number", "chosen", "opaque", "minus mean", "times B", "time first"),
-    *("caught", "cancels", "overwrites"),
+    *("caught", "cancels"),
 )
 
 
