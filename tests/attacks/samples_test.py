@@ -33,6 +33,7 @@ from tests.common import (
     square_loss,
     trainable,
 )
+from tests.fuzz.ops import Opaque
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 C = 1.0
@@ -254,18 +255,6 @@ def check(loss: Callable, batch: Callable[[], Any], take: Any = None) -> None:
     found = clipped_grads(lambda s: loss(s, w), {"w": w}, same(), C, take=take)
     torch.testing.assert_close(found.norms, norms)
     torch.testing.assert_close(found.sums["w"], expected)
-
-
-class Opaque(torch.autograd.Function):
-    """Runs one sample after the other."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad
 
 
 def caught(s):
