@@ -11,7 +11,7 @@ from typing import Any, Callable, Dict, Optional
 import opacus
 import torch
 
-from opacus_ext.ledger import ledger_of
+from opacus_ext.ledger import LEDGER, ledger_of, with_steps
 from opacus_ext.refused import Refused
 from opacus_ext.runs import RUNS, add_runs, runs_of
 
@@ -101,11 +101,14 @@ def save_checkpoint(
     can subtract the noise: publish the weights alone. An existing file is replaced
     once the new one is complete.
     """
+    ledger, accountant = ledger_of(self), self.accountant
+    spent = with_steps(accountant, ledger.missing(accountant.history))
     content = {
         **(checkpoint_dict or {}),
         RUNS: runs_of(self),
+        LEDGER: ledger.state_dict(spent.history),
         "module_state_dict": module.state_dict(**(module_state_dict_kwargs or {})),
-        "privacy_accountant_state_dict": self.accountant.state_dict(),
+        "privacy_accountant_state_dict": spent.state_dict(),
     }
     if hasattr(optimizer, "noise_state"):
         content[NOISE] = optimizer.noise_state()
@@ -180,7 +183,9 @@ def load_checkpoint(
     elif hasattr(optimizer, "mix_noise"):
         optimizer.mix_noise()
     self.accountant.load_state_dict(spent)
-    ledger_of(self).go_on(repeats=optimizer if repeat_noise else None)
+    ledger, given = ledger_of(self), optimizer if repeat_noise else None
+    ledger.go_on(self.accountant.history, repeats=given)
+    ledger.load_state_dict(content.pop(LEDGER, {}))
     add_runs(self, content.get(RUNS, []))
     return content
 

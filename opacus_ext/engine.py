@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader
 from opacus_ext.accountants import calibration
 from opacus_ext.accountants.budget import least_noise
 from opacus_ext.accountants.prv import PRVBoundsAccountant
-from opacus_ext.accountants.whole import count_steps, count_whole
+from opacus_ext.accountants.whole import count_whole, record_whole
 from opacus_ext.data.draws import count_records
 from opacus_ext.data.sampling import CyclicPoisson, Poisson, Sampling
 from opacus_ext.grad_sample.parallel.split import is_split_alone, place_of
@@ -97,11 +97,49 @@ def with_sampling(make_private: Callable) -> Callable:
         groups = made[1].param_groups
         note_trained(self, (p for group in groups for p in group["params"]))
         if hasattr(made[1], "spent"):  # not one of Opacus's own
-            count_steps(self, made[1])
-        ledger_of(self).made(made[1], made[-1].batch_sampler)
+            _count_steps(self, made[1])
+        ledger_of(self).made(self.accountant, made[1], made[-1].batch_sampler)
         return made
 
     return make
+
+
+# -- steps -----------------------------------------------------------------------------
+
+_COUNTED = "It is counted as one at rate {rate:g}, so that epsilon grows faster."
+_NOT_COUNTED = (
+    'The accountant "gdp" knows one rate, and can\'t count that: its epsilon is too '
+    "small."
+)
+
+
+def _count_steps(engine: opacus.PrivacyEngine, optimizer: Any) -> None:
+    """Counts the steps of an optimizer by the draws that they spend, in the ledger."""
+    hook, accountant, ledger = optimizer.step_hook, engine.accountant, ledger_of(engine)
+
+    def count(dp_optimizer: Any) -> None:
+        spent, before = dp_optimizer.spent, accountant.history[-1:]
+        if spent is None or spent.rate is None:
+            pass
+        elif accountant.mechanism() == "gdp":
+            dp_optimizer.spent = spent._replace(reason=f"{spent.reason} {_NOT_COUNTED}")
+        else:
+            told = f"{spent.reason} {_COUNTED.format(rate=spent.rate)}"
+            dp_optimizer.spent = spent._replace(reason=told)
+            record_whole(accountant, lambda: add(dp_optimizer, spent))
+            return
+        hook(dp_optimizer)
+        if accountant.history[-1:] != before:
+            ledger.add(*accountant.history[-1][:2])
+
+    def add(dp_optimizer: Any, spent: Any) -> None:
+        noise = float(dp_optimizer.noise_multiplier)
+        rate = min(1.0, spent.rate * dp_optimizer.accumulated_iterations)
+        for _ in range(spent.steps):
+            accountant.step(noise_multiplier=noise, sample_rate=rate)
+            ledger.add(noise, rate)
+
+    optimizer.count, optimizer.ledger, optimizer.step_hook = count, ledger, None
 
 
 # -- correlated noise and secure mode --------------------------------------------------

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import secrets
 import weakref
-from typing import Any, Dict, Iterable, List, Tuple
+from typing import Any, Dict, Iterable, List, Mapping, Tuple
 
 import torch
 from opacus.utils.uniform_sampler import UniformWithReplacementSampler
@@ -16,6 +16,8 @@ from opacus_ext.refused import warn_once
 
 #: Key of an entry of ``runs``: sentences on why the guarantee does not hold.
 BROKEN = "broken"
+#: Key of a checkpoint for what :meth:`Ledger.state_dict` returns.
+LEDGER = "opacus_ext_ledger"
 
 #: Noise multiplier, sampling rate and number of steps, as accountants have them.
 History = List[Tuple[float, float, int]]
@@ -23,8 +25,8 @@ History = List[Tuple[float, float, int]]
 
 class Ledger:
     """
-    The steps of an engine in this process. It only grows, but for a checkpoint that is
-    loaded.
+    The steps of an engine, in this process and in a checkpoint that was loaded. It only
+    grows.
 
     Attributes:
         history: as accountants have it
@@ -41,22 +43,46 @@ class Ledger:
         self.beside: List[str] = []
         self._made: List[weakref.ref] = []  # optimizers, and samplers of loaders
 
-    def made(self, *parts: Any) -> None:
-        """Adds what draws random numbers: an optimizer, and the sampler of a loader."""
+    def made(self, accountant: Any, *parts: Any) -> None:
+        """
+        Adds what draws random numbers: an optimizer, and the sampler of a loader. The
+        accountant may have the steps of an earlier run.
+        """
         self._made += [weakref.ref(x) for x in parts if draws_numbers(x)]
-        if self.goes_on:
+        earlier = difference(accountant.history, self.history)
+        if earlier:
+            self.go_on([*self.history, *earlier])
+        elif self.goes_on:
             draw_afresh(parts)
 
-    def go_on(self, repeats: Any = None) -> None:
+    def go_on(self, history: Iterable[Any], repeats: Any = None) -> None:
         """
-        Called when a checkpoint was loaded: steps are those of the checkpoint, and all
+        Called when a checkpoint was loaded: steps are those of ``history``, and all
         later random numbers are new, but for those of an optimizer that ``repeats``.
         """
-        self.history.clear()
-        if repeats is not None:
-            return
-        self.goes_on = True
+        self.history = [(*step,) for step in history]  # type: ignore[misc]
+        if repeats is None:
+            self.goes_on = True
+            self.draw_afresh()
+
+    def draw_afresh(self) -> None:
+        """Gives all that the engine has made random numbers that no run has had."""
         draw_afresh(part() for part in self._made)
+
+    def state_dict(self, history: Iterable[Any]) -> Dict[str, Any]:
+        """Returns what a checkpoint holds beside an accountant with this history."""
+        return {
+            "others": self.missing(history, others=True),
+            "beside": [*self.beside],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Adds what a checkpoint holds."""
+        if state.get("others"):
+            other = Ledger()
+            other.history = [(*step,) for step in state["others"]]
+            self.others.append(other)
+        self.beside += [x for x in state.get("beside", ()) if x not in self.beside]
 
     def add(self, noise_multiplier: float, sample_rate: float) -> None:
         """Adds one step."""
@@ -71,13 +97,18 @@ class Ledger:
         Returns the steps that an accountant's history does not have, of this ledger or,
         with ``others``, of those of the same parameters, too.
         """
-        left: Dict[Tuple[float, float], int] = {}
-        for ledger in (self, *self.others) if others else (self,):
-            for noise, rate, steps in ledger.history:
-                left[noise, rate] = left.get((noise, rate), 0) + steps
-        for noise, rate, steps in history:
-            left[noise, rate] = left.get((noise, rate), 0) - steps
-        return [(*kind, steps) for kind, steps in left.items() if steps > 0]
+        ledgers = (self, *self.others) if others else (self,)
+        return difference([x for each in ledgers for x in each.history], history)
+
+
+def difference(history: Iterable[Any], known: Iterable[Any]) -> History:
+    """Returns the steps of a history that another one does not have."""
+    left: Dict[Tuple[float, float], int] = {}
+    for noise, rate, steps in history:
+        left[noise, rate] = left.get((noise, rate), 0) + steps
+    for noise, rate, steps in known:
+        left[noise, rate] = left.get((noise, rate), 0) - steps
+    return [(*kind, steps) for kind, steps in left.items() if steps > 0]
 
 
 def draws_numbers(part: Any) -> bool:
@@ -104,13 +135,12 @@ def with_steps(accountant: Any, steps: History) -> Any:
     return found
 
 
-_LEDGER = "opacus_ext_ledger"
 _of_parameter = WeakIdKeyDictionary()  # the ledgers of engines that have trained it
 
 
 def ledger_of(engine: Any) -> Ledger:
     """Returns the ledger of an engine."""
-    return engine.__dict__.setdefault(_LEDGER, Ledger())
+    return engine.__dict__.setdefault(LEDGER, Ledger())
 
 
 def note_trained(engine: Any, params: Iterable[Tensor]) -> None:

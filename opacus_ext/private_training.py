@@ -100,6 +100,17 @@ class Same:
 Basis = Dict[Tuple[str, str], Any]
 
 
+class _Taken:
+    """The physical batches that a run has taken."""
+
+    place = -1, 0  # draw and part of the last one
+    taken = size = 0  # number of them, and of the records of the last one
+
+    def size_of(self, taken: int) -> Optional[int]:
+        """Returns the number of records of the last one, if these are all."""
+        return self.size if taken == self.taken else None
+
+
 class PrivateTraining:
     """
     A model, its optimizer and its batches, private from ``make_private`` to ``end``.
@@ -123,7 +134,6 @@ class PrivateTraining:
     batches: LogicalBatches
     _basis: Callable[[], Basis] = dict
     _began: Optional[Basis] = None  # what the run rests on, as it began
-    _taken = -1, 0  # draw and part of the last physical batch
 
     def __init__(
         self,
@@ -133,7 +143,7 @@ class PrivateTraining:
         noise_multiplier: Optional[float],
     ):
         check_budget(target_delta, target_epsilon, noise_multiplier)
-        self.engine = PrivacyEngine(accountant=accountant)
+        self.engine, self._taken = PrivacyEngine(accountant=accountant), _Taken()
         self.target_delta, self.target_epsilon = target_delta, target_epsilon
         self.noise_multiplier = noise_multiplier
         self.seed = self.draw = 0
@@ -182,7 +192,8 @@ class PrivateTraining:
         if self.saved is not None:
             self.noise.seed()
             self.engine.accountant.load_state_dict(self.saved["accountant"])
-            ledger_of(self.engine).go_on(repeats=self)  # which draws by numbers
+            spent = self.engine.accountant.history
+            ledger_of(self.engine).go_on(spent, repeats=self)  # which draws by numbers
         called = module
         if self.process[1] > 1 and not any(
             isinstance(part, FSDPModule) for part in module.modules()
@@ -199,8 +210,10 @@ class PrivateTraining:
             wrap_model=False,
             **kwargs,
         )
-        self.optimizer.draws, self._taken = None, (-1, 0)  # they have numbers
+        self.optimizer.draws, self._taken = None, _Taken()  # they have numbers
         private = private_model_of(module)
+        if private is not None:
+            private.passes.counter = self._taken
         if called is not module and private is not None:  # which the loop goes on with
             attached: Any = module.autograd_grad_sample_hooks
             attached.append(Attachment(private, called))
@@ -210,15 +223,16 @@ class PrivateTraining:
     def taking(self, batch: PhysicalBatch) -> Iterator[None]:
         """Takes the gradients of a physical batch. Refuses one that was taken before"""
         place = batch.draw, batch.part
-        if place <= self._taken:
+        if place <= self._taken.place:
             raise Refused(
                 f"Draw {batch.draw} of the run came back (part {batch.part} of it), "
-                f"after draw {self._taken[0]}: each is accounted for once.",
+                f"after draw {self._taken.place[0]}: each is accounted for once.",
                 remedy="Let the Trainer's own loop alone read the training loader, and "
                 "call its step once for each of its batches.",
             )
+        self._taken.taken, self._taken.size = self._taken.taken + 1, batch.records
         yield
-        self._taken = place
+        self._taken.place = place
 
     def keep(self, basis: Callable[[], Basis]) -> None:
         """

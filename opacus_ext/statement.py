@@ -22,7 +22,7 @@ from opacus.accountants.accountant import IAccountant
 
 from opacus_ext.accountants import Bounds, PRVBoundsAccountant
 from opacus_ext.checkpoints import read
-from opacus_ext.ledger import BROKEN, Ledger, ledger_of, with_steps
+from opacus_ext.ledger import BROKEN, LEDGER, Ledger, ledger_of, with_steps
 from opacus_ext.refused import Refused
 from opacus_ext.runs import RUNS, installed_versions, runs_of
 
@@ -146,7 +146,9 @@ def read_statement(
             remedy="Pass a file of engine.save_checkpoint, privacy.pt of a checkpoint "
             "of PrivateTrainer, or a checkpoint of Lightning.",
         ) from error
-    return state(accountant, runs, delta, unit)
+    ledger = Ledger()
+    ledger.load_state_dict(found.get(LEDGER) or {})
+    return state(accountant, runs, delta, unit, ledger)
 
 
 def _run_of_trainer(

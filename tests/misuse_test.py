@@ -337,7 +337,6 @@ def in_loop(mode, do):
     return lambda: do(Setup(mode))
 
 
-MANY = loop(*["whole"] * 40)
 # Calls with one warning each, and its words.
 WARNED = {
     "batch over the data": (
@@ -356,7 +355,7 @@ WARNED = {
         "divided by 4",
     ),
     "views": (in_loop("ghost_bk", views), "samples, where 8 records.*PerRecord"),
-    "raw loader": (in_loop("ghost_bk", MANY), "another loader"),
+    "raw loader": (in_loop("ghost_bk", loop("whole", "whole")), "use another one"),
 }
 
 
@@ -367,7 +366,10 @@ def test_warned_once(name):
         warnings.simplefilter("always")
         do()
     ours = [w for w in met if "Secure RNG" not in str(w.message)]
-    (warned,) = [w for w in ours if w.category is UserWarning]
+    ours = [w for w in ours if w.category is UserWarning]
+    if name != "raw loader":  # which all of these loops have
+        ours = [w for w in ours if "no batch from the loader" not in str(w.message)]
+    (warned,) = ours
     assert re.search(words, str(warned.message), re.DOTALL)
     assert warned.filename == __file__  # the line of the user's
 

@@ -16,12 +16,16 @@ from opacus_ext.grad_sample.adapter.passes import Draw
 
 _AGAIN = (
     "A step had no new draw of make_private's loader (itertools.cycle of it, a list "
-    "of its batches, a seed in the loop, another loader): it is counted as one on all "
-    "records, so that epsilon grows faster."
+    "of its batches, a seed in the loop, another loader)."
+)
+_RAW = (
+    "Steps are taken, but no batch from the loader that make_private has returned: the "
+    "loop seems to use another one, and epsilon does not hold for that."
 )
 _OF_ANOTHER = (
-    "A step was taken on records that the loader of another make_private drew, each "
-    "with probability {theirs:g}, and not {own:g}: it is counted with that."
+    "A step was taken on records that were drawn with probability {theirs:g} each, and "
+    "not {own:g}: by the loader of another make_private, or by a sampler that was "
+    "changed since."
 )
 _ALIKE = (
     "What another run of this process has released, whose records were drawn by the "
@@ -32,9 +36,12 @@ _KEPT = 2**16  # draws of which the state of the generator is known
 
 
 class Spent(NamedTuple):
-    """How a step is accounted for that is not one on a new draw of its loader."""
+    """
+    How a step is accounted for that is not one on a new draw of its loader: as so many
+    steps at a rate; as usual, but without a guarantee, if the rate is None.
+    """
 
-    rate: float
+    rate: Optional[float]
     reason: str
     steps: int = 1
 
@@ -58,9 +65,10 @@ class DrawCounter:
         self._last: Dict[int, _Batch] = {}  # the last batches, by their count
         self._batch = _Batch(0, 0)
         self._by_state: Dict[int, int] = {}  # numbers of draws
-        self._spent: Set[int] = set()  # numbers of draws
+        self._spent: Set[Any] = set()  # loaders and numbers, known by tensors
+        self._used: Set[int] = set()  # numbers of own draws, also by how many there are
+        self._largest = 0.0  # rate of a draw so far
         self._states: Set[Any] = set()  # that they were drawn from
-        self._drew_at, self._stepped_at = 0, next_time()
         self._is_over = False  # True once more steps than draws were counted
         _counters.add(self)
 
@@ -75,9 +83,14 @@ class DrawCounter:
         """Called when the loader asks for a batch, also behind the last one."""
         self._asked += 1
 
-    def draw(self, size: int, state: Optional[int] = None) -> None:
-        """Counts a draw of some records, given a hash of the generator's state."""
-        self._drew_at = next_time()
+    def draw(
+        self, size: int, state: Optional[int] = None, rate: Optional[float] = None
+    ) -> None:
+        """
+        Counts a draw of some records, given a hash of the generator's state, and the
+        probability with which each was drawn.
+        """
+        self._largest = max(self._largest, rate or 0.0)
         self._draws += 1
         number = self._draws
         if state is not None:  # a state that comes back draws the same records
@@ -85,7 +98,7 @@ class DrawCounter:
             if len(self._by_state) > _KEPT:
                 del self._by_state[next(iter(self._by_state))]
         self._batch = _Batch(number, size, state)
-        if number not in self._spent:
+        if number not in self._used:
             self._drawn += 1
         count = self._taken_before + self._drawn
         self._last[count] = self._batch
@@ -99,8 +112,6 @@ class DrawCounter:
     @property
     def taken(self) -> int:
         """Returns how many batches the loop has taken so far."""
-        if not (self._collated or self._ahead):  # not by the loader
-            return 0
         return self._taken_before + max(0, min(self._drawn, self._asked - self._ahead))
 
     def size_of(self, taken: int) -> Optional[int]:
@@ -113,19 +124,20 @@ class DrawCounter:
         """Returns how the next step is accounted for; None for one on a new draw."""
         if self.rate is None:
             return None
-        own = {x.number for x in draws if x.counter is self}
-        others: Any = {x.counter for x in draws if x.counter is not self}
-        if own & self._spent:
+        if any(x[:2] in self._spent for x in draws):
             return Spent(1.0, _AGAIN)
-        if not (own or others):  # by counting
-            others = {x for x in _others(self) if x._drew_at > self._stepped_at}
-            if self.taken and self.steps >= self.taken and not others:
-                return self._again()
-            others = others if self.steps >= self.taken else set()
-        rate = max((x.rate or 0.0 for x in others), default=0.0)
-        if rate <= self.rate:
+        if self._is_own(draws) and self.steps >= self.taken:
+            return self._again()
+        others = (x.counter for x in draws)
+        rates = [1.0 if x.rate is None else x.rate for x in others]  # type: ignore
+        rate = max([self._largest, *rates])
+        if rate <= self.rate * (1 + 1e-9):
             return None
         return Spent(rate, _OF_ANOTHER.format(theirs=rate, own=self.rate))
+
+    def _is_own(self, draws: Collection[Draw]) -> bool:
+        """Returns False for a step on records that other loaders drew."""
+        return not draws or any(x.counter is self for x in draws)
 
     def _again(self) -> Optional[Spent]:
         """
@@ -134,21 +146,28 @@ class DrawCounter:
         """
         if self.steps == self.taken:
             return None
+        if not self.taken:
+            return Spent(None, _RAW)
         return Spent(1.0, _AGAIN, 1 if self._is_over else 2)
 
     def spend(self, draws: Collection[Draw]) -> Optional[str]:
         """Counts a step; returns what is wrong with its random numbers, if something"""
-        self._is_over = bool(self.taken) and self.steps > self.taken
+        self._spent |= {x[:2] for x in draws}
+        if not self._is_own(draws):
+            return None
+        self._is_over = self.steps > self.taken
         self.steps += 1
-        self._stepped_at = next_time()
         batch = self._last.get(self.taken)
         own = {x.number for x in draws if x.counter is self}
         if batch is not None and not draws:
             own = {batch.number}
-        self._spent |= own
+        self._used |= own
         states = {x.state for x in self._last.values() if x.number in own} - {None}
         self._states |= states
-        return _ALIKE if any(states & x._states for x in _others(self)) else None
+        others = (
+            x for x in _counters if x._optimizer() not in (None, self._optimizer())
+        )
+        return _ALIKE if any(states & x._states for x in others) else None
 
 
 class _Batch(NamedTuple):
@@ -158,19 +177,6 @@ class _Batch(NamedTuple):
 
 
 _counters: weakref.WeakSet[DrawCounter] = weakref.WeakSet()
-_times = 0
-
-
-def _others(counter: DrawCounter) -> Set[DrawCounter]:
-    """Returns the counters of other optimizers that are there."""
-    return {x for x in _counters if x._optimizer() not in (None, counter._optimizer())}
-
-
-def next_time() -> int:
-    """Returns a number that grows with each draw and step in this process."""
-    global _times
-    _times += 1
-    return _times
 
 
 def state_of(generator: Any) -> Optional[int]:

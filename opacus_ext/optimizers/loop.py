@@ -147,7 +147,7 @@ def watch_loader(
         passes: the private model's backward passes
     """
     batches: Any = loader.batch_sampler
-    counter = DrawCounter(optimizer, getattr(batches, "sample_rate", None))
+    counter = DrawCounter(optimizer, _rate_of(batches))
     optimizer.draws = passes.counter = counter
     given = loader.collate_fn, loader.dataset, inputs, counter
     loader.collate_fn = CountingCollate(*given)
@@ -178,7 +178,7 @@ def watch_loader(
             dp_optimizer.drop_logical_batch()
         largest, state = 0, _state_of_draws(self)
         for batch in kind.__iter__(self):
-            counter.draw(len(batch), state)
+            counter.draw(len(batch), state, _rate_of(self))
             sizes.append(len(batch))
             largest = max(largest, len(batch))
             if inputs is not None:
@@ -200,6 +200,13 @@ def watch_loader(
         vars(loader)["batch_sampler"] = watched(batches)
     else:
         batches.__class__ = watched
+
+
+def _rate_of(sampler: Any) -> Optional[float]:
+    """Returns the probability with which a sampler draws a record now, if it has one"""
+    if hasattr(sampler, "sampling"):
+        return sampler.sampling.rate(sampler.num_samples)
+    return getattr(sampler, "sample_rate", None)
 
 
 def _state_of_draws(sampler: Any) -> Optional[int]:
@@ -243,8 +250,6 @@ class LoopMonitor:
         self.records = records
         self.rate = rate if rate is not None and 0 < rate < 1 else None
         self.stepping = False  # True while the DP optimizer takes its step
-        self.size: Optional[int] = None
-        self.log_probability = 0.0  # that all batches have this size
 
     @property
     def active(self) -> bool:
@@ -266,8 +271,6 @@ class LoopMonitor:
         if self.rate is not None:
             drawn = min(self.rate * optimizer.accumulated_iterations, 1.0)
             self._check_views(optimizer, size, drawn)
-        if self.rate is not None:
-            self._check_sizes(optimizer, size, self.rate)
 
     def _check_views(self, optimizer: Any, size: int, rate: float) -> None:
         """Warns if there are more samples than can have been drawn."""
@@ -282,23 +285,6 @@ class LoopMonitor:
                 "average: if a record makes several, its gradients are clipped one by "
                 "one and epsilon does not hold. Views or sequences of a record are one "
                 "sample with opacus_ext.losses.PerRecord.",
-            )
-
-    def _check_sizes(self, optimizer: Any, size: int, rate: float) -> None:
-        """Warns if batches have one size, which Poisson sampling makes improbable."""
-        if self.size not in (None, size):
-            self.rate = None  # it varies: nothing more to see
-            return
-        self.size = size
-        self.log_probability += _log_binomial(self.records, rate, size)
-        if self.log_probability < math.log(1e-12):
-            self.rate = None
-            note_broken(
-                optimizer,
-                "loader",
-                f"All batches so far had {size} samples, which Poisson sampling does "
-                "not draw: the loop seems to use another loader than the one that "
-                "make_private has returned, and epsilon does not hold for that.",
             )
 
 

@@ -5,6 +5,7 @@ gradients, ``GhostDPOptimizer`` takes sums of gradients that a mode has clipped.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import weakref
@@ -24,6 +25,7 @@ import torch
 from opacus.optimizers import DPOptimizer, DPOptimizerFastGradientClipping
 from opacus.optimizers.optimizer import _check_processed_flag, _mark_as_processed
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from opacus_ext.clipping import (
     CLIPPINGS,
@@ -61,6 +63,8 @@ class ClippingOptimizer(NoisyOptimizer):
     spent: Any = None  # how this step is accounted for, if not as one on a new draw
     run: Any = None  # its entry in ``runs``, set by make_private
     ledger: Any = None  # of its engine, set by make_private
+    count: Any = None  # counts a step in accountant and ledger, set by make_private
+    _step_hook: Any = None  # see step_hook
     #: The largest number of physical batches that are drawn before a step on the first.
     ahead = 0
     _unfinished: Optional[_Unfinished] = None
@@ -206,8 +210,8 @@ class ClippingOptimizer(NoisyOptimizer):
         self.spent = None
         if self.draws is None or self._check_skip_next_step(pop_next=False):
             return
-        self.spent = self.draws.look(self._passes.draws())
-        if self.spent is not None and self.correlated is not None:
+        spent = self.spent = self.draws.look(self._passes.draws())
+        if spent and spent.rate is not None and self.correlated is not None:
             raise Refused(
                 "A draw that a step was taken on has come back, and correlated noise "
                 "is accounted for records that are not drawn again so soon.",
@@ -309,18 +313,24 @@ class ClippingOptimizer(NoisyOptimizer):
         """Refuses copies that were pickled before."""
         raise _no_copy(self)
 
+    @property
+    def step_hook(self) -> Optional[Callable[[Any], None]]:
+        """
+        What each step that counts calls: that which counts it, and then what was
+        attached. Setting it changes the second.
+        """
+        return _in_turn(self.count, self._step_hook)
+
+    @step_hook.setter
+    def step_hook(self, fn: Optional[Callable[[Any], None]]) -> None:
+        self._step_hook = fn
+
     def attach_step_hook(self, fn: Callable[[Any], None]) -> None:
         """
         Adds a function that is called after each step that counts, and after the
-        functions that are there, of which the accountant's is one.
+        functions that are there.
         """
-        before = self.step_hook
-
-        def both(optimizer: Any) -> None:
-            before(optimizer)
-            fn(optimizer)
-
-        self.step_hook = fn if before is None else both
+        self._step_hook = _in_turn(self._step_hook, fn)
 
     def add_param_group(self, param_group: Dict[str, Any]) -> None:
         """
@@ -386,6 +396,17 @@ class ClippingOptimizer(NoisyOptimizer):
                 setattr(p, name, None)
         if not self._is_last_step_skipped:
             self.norms, self._clipped_at = [], None
+
+
+def _in_turn(*hooks: Optional[Callable[[Any], None]]) -> Optional[Callable]:
+    """Returns a function that calls those of the functions that are there."""
+    found = [hook for hook in hooks if hook is not None]
+
+    def every(optimizer: Any) -> None:
+        for hook in found:
+            hook(optimizer)
+
+    return every if len(found) > 1 else next(iter(found), None)
 
 
 def _no_copy(optimizer: Any) -> Refused:
@@ -466,6 +487,30 @@ class HooksDPOptimizer(ClippingOptimizer, DPOptimizer):
             _mark_as_processed(p.grad_sample)
 
 
+_WITH_SUMS: "weakref.WeakSet[GhostDPOptimizer]" = weakref.WeakSet()
+
+
+@functools.lru_cache(maxsize=None)
+def _watch_every_step() -> None:
+    """Watches the steps of all optimizers, once in a process."""
+    register_optimizer_step_pre_hook(_refuse_others)
+
+
+def _refuse_others(optimizer: Optimizer, *args: Any) -> None:
+    """Refuses the step of an optimizer on clipped sums that have no noise yet."""
+    for private in _WITH_SUMS:
+        own = optimizer is private.original_optimizer  # see watch_steps
+        held = private._taken if private.ready and not own else {}
+        if held and any(p in held for g in optimizer.param_groups for p in g["params"]):
+            raise Refused(
+                f"{type(optimizer).__name__}.step() on clipped gradients of a private "
+                "model, which have no noise yet.",
+                parameter="optimizer",
+                remedy="Call step() of the optimizer that make_private has returned; "
+                "or its zero_grad() before another one trains the same parameters.",
+            )
+
+
 class GhostDPOptimizer(ClippingOptimizer, DPOptimizerFastGradientClipping):
     """Takes over ``p.grad``, the clipped sum that one backward pass has left."""
 
@@ -474,6 +519,11 @@ class GhostDPOptimizer(ClippingOptimizer, DPOptimizerFastGradientClipping):
     # dtype
     _taken: Dict[Any, Tuple[torch.Tensor, int, torch.Tensor]] = {}
     _taken_norms: Optional[torch.Tensor] = None  # of the samples in them
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        _watch_every_step()
+        _WITH_SUMS.add(self)
 
     def set_clipped_sums(
         self,

@@ -330,6 +330,8 @@ class PrivateTrainer(Trainer):
         privacy = asdict(self.privacy)
         del privacy["log_loss"]
         found.update({("privacy", name): value for name, value in privacy.items()})
+        optimizer = getattr(self.optimizer, "optimizer", self.optimizer)  # Accelerate's
+        found["trainer", "optimizer"] = Same(optimizer)
         found["trainer", "args"] = Same(args)
         found["trainer", "train_dataset"] = Same(data)
         found["train_dataset", "len"] = len(data)

@@ -55,19 +55,17 @@ class Pass(NamedTuple):
     Attributes:
         size: number of samples
         draws: of which its inputs are known to be
-        inputs: tensors with their versions
         taken: number of batches that the loop had taken from the model's loader
+        inputs: tensors with their versions, if nothing else tells of which draw they are
     """
 
     size: int
     draws: frozenset[Draw]
-    inputs: tuple[tuple[T, int], ...]
     taken: int
+    inputs: tuple[tuple[T, int], ...]
 
-    def has_records_of(self, other: Pass) -> bool:
-        """Returns True if both have tensors of one draw, or the same inputs."""
-        if self.draws and other.draws:
-            return bool(self.draws & other.draws)
+    def has_inputs_of(self, other: Pass) -> bool:
+        """Returns True if both have the same inputs, of one place or of equal bits."""
         if len(self.inputs) != len(other.inputs) or not self.inputs:
             return False
         if any(x._version != v for x, v in (*self.inputs, *other.inputs)):
@@ -106,16 +104,23 @@ class Passes:
     def add(self, records: Iterable[Any]) -> None:
         """Adds a pass through forward records; refuses records of an earlier one."""
         records = list(records)
+        size = max((r.size for r in records), default=0)
+        if not size:
+            return
+        taken = max(r.taken for r in records)
+        drawn = self.counter.size_of(taken) if self.counter else None
         leaves = [x for r in records for x in tree_leaves(r.inputs.given)]
-        tensors = [x.detach() for x in leaves if isinstance(x, T) and x.numel()]
-        new = Pass(
-            max((r.size for r in records), default=0),
-            frozenset(_draws[x] for x in leaves if isinstance(x, T) and x in _draws),
-            tuple((x, x._version) for x in tensors if not x.is_inference()),
-            max((r.taken for r in records), default=0),
-        )
-        others = (*self._kept, *self._new)
-        if self._are_too_many(new, others) or any(map(new.has_records_of, others)):
+        tensors = [x for x in leaves if isinstance(x, T)]
+        draws = frozenset(_draws[x] for x in tensors if x in _draws)
+        known = drawn is not None or bool(draws)
+        inputs = [
+            (x.detach(), x._version)
+            for x in tensors
+            if not known and x.numel() and not x.is_inference()
+        ]
+        new, others = Pass(size, draws, taken, tuple(inputs)), [*self._kept, *self._new]
+        again = any(new.draws & x.draws or new.has_inputs_of(x) for x in others)
+        if again or drawn is not None and self._are_too_many(new, others, drawn):
             raise Refused(
                 "A second backward pass in one step over records that were drawn once: "
                 "each pass is clipped by itself, so that a record would count twice.",
@@ -125,12 +130,11 @@ class Passes:
             )
         self._new.append(new)
 
-    def _are_too_many(self, new: Pass, others: tuple[Pass, ...]) -> bool:
+    def _are_too_many(self, new: Pass, others: list[Pass], drawn: int) -> bool:
         """Returns True if passes have more samples than the batch that was taken."""
-        drawn = self.counter.size_of(new.taken) if self.counter else None
         unknown = (x for x in others if not (x.draws and new.draws))
         same = sum(x.size for x in unknown if x.taken == new.taken)
-        return drawn is not None and bool(same) and same + new.size > drawn
+        return same > 0 and same + new.size > drawn
 
     def keep(self) -> None:
         """Called when gradients are added to the sum of a logical batch."""
