@@ -183,8 +183,9 @@ def load_checkpoint(
     elif hasattr(optimizer, "mix_noise"):
         optimizer.mix_noise()
     self.accountant.load_state_dict(spent)
-    ledger, given = ledger_of(self), optimizer if repeat_noise else None
-    ledger.go_on(self.accountant.history, repeats=given)
+    ledger = ledger_of(self)
+    repeats = optimizer if repeat_noise else None
+    ledger.go_on(self.accountant.history, repeats=repeats)
     ledger.load_state_dict(content.pop(LEDGER, {}))
     add_runs(self, content.get(RUNS, []))
     return content

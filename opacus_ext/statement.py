@@ -147,6 +147,7 @@ def read_statement(
             "of PrivateTrainer, or a checkpoint of Lightning.",
         ) from error
     ledger = Ledger()
+    ledger.go_on(accountant.history)
     ledger.load_state_dict(found.get(LEDGER) or {})
     return state(accountant, runs, delta, unit, ledger)
 

@@ -51,7 +51,14 @@ def find_copies(dataset: Any, owners: Any = None) -> Optional[Copies]:
     size = _size(dataset)
     if not size:
         return None
-    places = _Places().of(dataset, size)
+    places = _Places()
+    found = _find(places.of(dataset, size), owners)
+    if found is None and places.has_users:
+        found = _find(_Places(by_user=True).of(dataset, size), owners)
+    return found
+
+
+def _find(places: np.ndarray, owners: Any) -> Optional[Copies]:
     if bool((np.diff(places[:, 0]) > 0).all()):  # as nearly always
         return None
     order = np.lexsort(places.T)
@@ -71,9 +78,13 @@ class _Places:
     """
     Where the records of data sets come from: rows of integers ``[records, k]`` that are
     equal for one record. Those in memory are its addresses, and other ones negative.
+    With ``by_user``, an item of ``UserRecords`` is its user.
     """
 
-    def __init__(self) -> None:
+    has_users = False
+
+    def __init__(self, by_user: bool = False) -> None:
+        self.by_user = by_user
         self.bases: Dict[Any, int] = {}  # numbers of data sets that have no parts
 
     def of(self, dataset: Any, size: int) -> np.ndarray:
@@ -89,6 +100,11 @@ class _Places:
         if type(dataset) in (list, tuple):
             return self._of_objects(dataset, size)
         within = getattr(dataset, "dataset", None)
+        if hasattr(dataset, "records_per_step"):  # UserRecords
+            self.has_users = True
+            if self.by_user:
+                items = [self._of_base(("user", user), 1) for user in dataset.users]
+                return np.concatenate(items)
         indices = _numbers(getattr(dataset, "indices", None))
         inner = _size(within)
         if within is not None and indices is not None and len(indices) == size:

@@ -44,7 +44,7 @@ class UserRecords(Dataset):
 
     Raises:
         Refused: if there are no records, or not one user a record, or a user is no such
-            value, or two users have one record
+            value, or two users have one record or the same name as another type
 
     Example:
         >>> texts = [{"text": "a", "by": 7}, {"text": "b", "by": 9},
@@ -62,7 +62,14 @@ class UserRecords(Dataset):
     ):
         self.dataset, self.key = dataset, users if isinstance(users, str) else None
         if isinstance(users, str):
-            users = [dataset[i][users] for i in range(len(dataset))]
+            users = [_user_in(dataset[i], users, i) for i in range(len(dataset))]
+        if isinstance(users, Mapping):
+            raise Refused(
+                "users is a mapping, of which it isn't known what its keys are.",
+                parameter="users",
+                remedy="Give the user of each record, in the order of the records: "
+                "[users[i] for i in range(len(dataset))], say.",
+            )
         ids = list(users)
         if isinstance(users, (torch.Tensor, np.ndarray)) and users.ndim == 1:
             ids = users.tolist()
@@ -81,7 +88,15 @@ class UserRecords(Dataset):
         self.records_per_step = records_per_step
         self._records: Dict[Hashable, List[int]] = {}  # numbers, by user
         ids = [_plain(user, i) for i, user in enumerate(ids)]
+        known: Dict[Hashable, Any] = {}
         for i, user in enumerate(ids):
+            first = known.setdefault(_text(user), user)
+            if first != user:
+                raise Refused(
+                    f"Users {first!r} and {user!r} differ in nothing but their type.",
+                    parameter="users",
+                    remedy="Give all users as whole numbers, or all as strings.",
+                )
             self._records.setdefault(user, []).append(i)
         self.users = list(self._records)
         self.indices = [own[0] for own in self._records.values()]
@@ -114,6 +129,24 @@ class UserRecords(Dataset):
         if self.key is None or not isinstance(record, Mapping):
             return record
         return {name: x for name, x in record.items() if name != self.key}
+
+
+def _user_in(record: Any, key: str, number: int) -> Any:
+    try:
+        return record[key]
+    except (KeyError, IndexError, TypeError) as error:
+        raise Refused(
+            f"Record {number} has no user {key!r} ({type(error).__name__}: {error}).",
+            parameter="users",
+            remedy="Give the key of the user in each record, or a list of users.",
+        ) from error
+
+
+def _text(user: Hashable) -> Hashable:
+    """Returns a user as text, to which types are all the same."""
+    if isinstance(user, tuple):
+        return tuple(map(_text, user))
+    return user.decode(errors="replace") if isinstance(user, bytes) else str(user)
 
 
 def _plain(user: Any, record: int) -> Hashable:

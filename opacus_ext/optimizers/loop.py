@@ -336,6 +336,8 @@ def _begin_noise(optimizer: Any) -> None:
             remedy="Call accelerator.prepare with the optimizer of make_private.",
         )
     optimizer.mix_noise()
+    if optimizer.ledger is not None:
+        optimizer.ledger.draw_afresh()
 
 
 def plain(optimizer: Any) -> Any:

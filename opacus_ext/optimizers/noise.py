@@ -42,6 +42,7 @@ class NoisyOptimizer(Base):
     rank = 0  # of the process
     looks_ahead = 1  # batches that a loader draws ahead if Accelerate has prepared it
     correlated: Optional[BandedNoise] = None  # set by make_private
+    ledger: Any = None  # of its engine, set by make_private
     _divides = False  # True in a step, where add_noise() also divides
     _divided = False  # True if it has, so that scale_grad() does not
 
@@ -292,6 +293,8 @@ class NoisyOptimizer(Base):
         super().load_state_dict(state)
         if own != self._noise_of:
             self.mix_noise()
+            if self.ledger is not None:
+                self.ledger.draw_afresh()
         else:  # Accelerate loads an optimizer's own state, and draws a batch ahead
             self.ahead += self.looks_ahead
         if self.correlated is not None:

@@ -62,7 +62,6 @@ class ClippingOptimizer(NoisyOptimizer):
     draws: Any = None  # a DrawCounter of the loader, set by make_private
     spent: Any = None  # how this step is accounted for, if not as one on a new draw
     run: Any = None  # its entry in ``runs``, set by make_private
-    ledger: Any = None  # of its engine, set by make_private
     count: Any = None  # counts a step in accountant and ledger, set by make_private
     _step_hook: Any = None  # see step_hook
     #: The largest number of physical batches that are drawn before a step on the first.

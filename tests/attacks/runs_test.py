@@ -335,6 +335,37 @@ def test_users_are_as_many_as_their_values(users, expected):
     assert {*every} == {*range(24)}
 
 
+@pytest.mark.parametrize(
+    "users, words",
+    [
+        ([7, "7", 8], "Users 7 and '7' differ"),
+        ([b"a", "a", "b"], "Users b'a' and 'a' differ"),
+        ([(1, "a"), ("1", "a"), (2, "a")], "differ in nothing but their type"),
+        ({0: "a", 1: "a", 2: "b"}, "is a mapping"),
+    ],
+)
+def test_users_who_may_be_one(users, words):
+    with pytest.raises(Refused, match=words) as caught:
+        UserRecords(list(range(3)), users)
+    assert caught.value.parameter == "users"
+
+
+def test_a_record_without_a_user():
+    with pytest.raises(Refused, match="Record 1 has no user 'by'.*KeyError"):
+        UserRecords([{"x": 1, "by": 1}, {"x": 2}], "by")
+
+
+def test_users_of_two_data_sets():
+    """They are drawn twice if they are in both."""
+    one, two = UserRecords(ROWS, [*"aabbccdd"]), UserRecords(
+        [{"x": 1}, {"x": 2}], ["d", "a"]
+    )
+    assert find_copies(ConcatDataset([one])) is None
+    assert find_copies(ConcatDataset([one, two])) is not None
+    three = UserRecords([{"x": 1}, {"x": 2}], ["e", "f"])
+    assert find_copies(ConcatDataset([one, three])) is None
+
+
 def test_users_by_a_key_that_holds_tensors():
     assert UserRecords(_KEYED, "by").users == [0, 1, 2, 3]
 
@@ -1089,6 +1120,9 @@ IN_TRAINER = {
     "max_grad_norm": _set("_training.optimizer", "max_grad_norm", _twice),
     "expected_batch_size": _set("_training.optimizer", "expected_batch_size", _twice),
     "accountant": _set("engine", "accountant", copy.deepcopy),
+    "optimizer": _set(
+        "", "optimizer", lambda x: torch.optim.SGD(x.param_groups[0]["params"], 0.1)
+    ),
     "sampling": _set(
         "_training.sampler", "sampling", lambda x: Poisson(sample_rate=0.9)
     ),

@@ -4,9 +4,11 @@ What one record more or less moves in a sum without noise is at most the bound. 
 case moved it by more, silently, before it was mended.
 """
 
+import collections
 import contextlib
 import copy
 import dataclasses
+import enum
 import itertools
 import math
 from typing import Any, Callable, NamedTuple
@@ -15,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 from transformers import BatchEncoding
 
@@ -406,6 +409,55 @@ def test_inputs_that_share_memory(mode, opaque):
     assert_same(in_mode(model, batch, square_loss, mode)(batch), expected, 1e-8)
 
 
+class Holder:
+    """An object that many samples hold."""
+
+    def __init__(self):
+        self.seen = 0.0
+
+
+@pytest.mark.parametrize("make", [lambda: np.zeros(1), Holder], ids=["array", "object"])
+def test_objects_that_share_memory(make):
+    """What one sample writes to no other reads."""
+    shared = []
+
+    def batch():
+        shared[:] = [make()]
+        return (torch.randn(5, 4).double(),)
+
+    def loss(s, w):
+        x, kept = s
+        if isinstance(kept, Holder):
+            before, kept.seen = kept.seen, float(x.sum())
+        else:
+            before = kept.item()
+            kept += float(x.sum())
+        return (x @ w).sum() * (1 + before)
+
+    def take(given, i):
+        return given[0][i : i + 1], shared[0]
+
+    w, (x,) = weight(4, 4), batch()
+    found = clipped_grads(lambda s: loss(s, w), {"w": w}, (x,), C, take=take)
+    expected = [torch.autograd.grad((a @ w).sum(), w)[0].norm() for a in x]
+    torch.testing.assert_close(found.norms, torch.stack(expected))
+
+
+def test_a_sample_is_no_view_of_the_batch():
+    x = torch.randn(5, 4).double()
+    x[4] *= 100
+    w = weight(4, 4)
+
+    def loss(s):
+        with contextlib.suppress(RuntimeError):  # out of bounds
+            return (s @ w).sum() * (1 + s.as_strided((5, 4), (4, 1), 0).max().item())
+        return (s @ w).sum()
+
+    one = clipped_grads(loss, {"w": w}, x, C).norms
+    two = clipped_grads(loss, {"w": w}, x[:4].clone(), C).norms
+    torch.testing.assert_close(one[:4], two)
+
+
 def test_memory_is_copied_only_where_samples_share_it():
     """Next tokens, and parts of one tensor, are views as they were."""
     ids, dim = torch.arange(24).view(4, 6), [0, 0]
@@ -439,13 +491,18 @@ def last_fails(batch, i):
 
 
 @pytest.mark.parametrize("take", [by_index, by_iterator, without_rows, last_fails])
-@pytest.mark.parametrize("kind", [list, torch.stack])
+@pytest.mark.parametrize(
+    "kind", [list, torch.stack, tuple, collections.UserList, lambda x: {}]
+)
 def test_a_sample_that_fails_ends_no_batch(take, kind):
     w, rows = weight(4, 4), list(torch.randn(6, 4).double())
-    if kind is list and take is without_rows:
+    if kind is not torch.stack and take is without_rows:
         pytest.skip("an item of a list has no rows to leave out")
+    batch, of = kind(rows), take
+    if isinstance(batch, dict):
+        batch, take = {"x": rows, "y": rows}, lambda batch, i: of(batch["x"], i)
     with pytest.raises(Refused, match="take"):
-        clipped_grads(lambda s: (s @ w).sum(), {"w": w}, kind(rows), C, take=take)
+        clipped_grads(lambda s: (s @ w).sum(), {"w": w}, batch, C, take=take)
 
 
 def test_the_number_of_samples_is_that_of_take():
@@ -518,6 +575,60 @@ def test_values_that_seem_equal(name):
     check(
         lambda s, w: (s[0] @ w).sum() * number_of(s[1]), lambda: (x, ALIKE[name]), take
     )
+
+
+class Level(enum.Enum):
+    """Members that call each other equal."""
+
+    LOW, HIGH = 1, 2
+
+    def __eq__(self, other):
+        return True
+
+    def __hash__(self):
+        return 0
+
+
+class Node:
+    """A node of a tree, which prints as others do."""
+
+    def __init__(self, x, k):
+        self.x, self.k = x, k
+
+
+pytree.register_pytree_node(
+    Node, lambda n: ((n.x,), Alike(n.k)), lambda xs, about: Node(xs[0], about.k)
+)
+_KINDS = [collections.namedtuple("Kind", "x", defaults=[i]) for i in range(2)]
+TREES = {
+    "keys": lambda x, k: {Alike(k): x},
+    "named tuples": lambda x, k: _KINDS[k](x),
+    "nodes": Node,
+    "members": lambda x, k: (x, Level(k + 1)),
+}
+
+
+def number_in(tree):
+    """The number that makes trees differ that print alike."""
+    if isinstance(tree, dict):
+        return next(iter(tree)).k
+    if isinstance(tree, Node):
+        return tree.k
+    kinds = [i for i, kind in enumerate(_KINDS) if type(tree) is kind]
+    return kinds[0] if kinds else tree[1].value
+
+
+@pytest.mark.parametrize("name", TREES)
+def test_trees_that_print_alike(name):
+    def take(batch, i):
+        return TREES[name](batch[0][i : i + 1], i % 2)
+
+    def loss(s, w):
+        (x,) = (x for x in pytree.tree_leaves(s) if isinstance(x, torch.Tensor))
+        return (x @ w).sum() * (1 + number_in(s))
+
+    x = torch.randn(5, 4).double()
+    check(loss, lambda: (x,), take)
 
 
 @pytest.mark.parametrize("mode", ["hooks", "ghost_bk", "scan"])
@@ -664,6 +775,72 @@ def test_an_optimizer_that_the_loss_adds():
     assert torch.equal(before.weight, model.weight)
 
 
+class Writes(torch.autograd.Function):
+    """Writes to a parameter in the backward pass."""
+
+    @staticmethod
+    def forward(ctx, x, p):
+        ctx.p = p
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        with torch.no_grad():
+            ctx.p.add_(grad.sum())
+        return grad, None
+
+
+def written_by_function(model, x):
+    return Writes.apply(model(x), model.weight.detach())
+
+
+def written_by_hook(model, x):
+    y = model(x)
+
+    def write(grad):
+        with torch.no_grad():
+            model.weight.add_(grad.sum())
+
+    y.register_hook(write)
+    return y
+
+
+def written_by_loss(model, x):
+    y = model(x)
+    with torch.no_grad():
+        model.weight.add_(x.sum())
+    return y
+
+
+@pytest.mark.parametrize("run", [written_by_function, written_by_hook, written_by_loss])
+@pytest.mark.parametrize("mode", [None, *EVERY_MODE])
+def test_parameters_that_are_written_to(run, mode):
+    """Here, or by autograd, or by the check of the forward pass."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 3)
+    said = "changed in the|modified by an inplace|its forward changes"
+    if mode is None:
+        params = dict(model.named_parameters())
+        with pytest.raises((Refused, RuntimeError), match=said):
+            clipped_grads(
+                lambda x: run(model, x).square().sum(), params, torch.randn(3, 4), C
+            )
+        return
+
+    class Around(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = model
+
+        def forward(self, x):
+            return run(self.layer, x)
+
+    private = make_private(Around(), mode, batch_size=3, lr=0.0)
+    with pytest.raises((Refused, RuntimeError), match=said):
+        private.step(torch.randn(3, 4), square_loss)
+    assert not private.engine.accountant.history
+
+
 # -- losses without a graph, and what is no loss ---------------------------------------
 
 
@@ -729,7 +906,14 @@ def test_some_samples_without_a_graph():
 
 @pytest.mark.parametrize(
     "aux, said",
-    [("a", "type str"), ({"x": [None]}, "type NoneType"), (object(), "type object")],
+    [
+        ("a", "type str"),
+        ({"x": [None]}, "type NoneType"),
+        (object(), "type object"),
+        (np.str_("a"), "type str_"),
+        (np.array([None, "a"]), "type ndarray"),
+        (torch.eye(2).to_sparse(), "torch.sparse_coo tensor"),
+    ],
 )
 def test_auxiliary_values_that_are_none(aux, said):
     w, x = weight(4, 4), torch.ones(2, 4).double()
@@ -745,13 +929,36 @@ def test_auxiliary_values_that_are_none(aux, said):
         (torch.eye(4).to_sparse(), "torch.sparse_coo"),
         ({"ids": [[1, 2], [3, 4]]}, "type int"),
         ({"x": torch.ones(2, 4), "names": ["a", "b"]}, "type str"),
+        (torch.nested.nested_tensor([torch.ones(4)] * 2), "nested tensors"),
     ],
-    ids=["csr", "coo", "lists", "strings"],
+    ids=["csr", "coo", "lists", "strings", "nested"],
 )
 def test_batches_that_can_not_be_cut(batch, said):
     w = weight(4, 4)
     with pytest.raises(Refused, match=said):
         clipped_grads(lambda s: (s @ w).sum(), {"w": w}, batch, C)
+
+
+@pytest.mark.parametrize(
+    "params, given, said",
+    [
+        (lambda w: [w], {}, "params is a dict.*list"),
+        (lambda w: nn.Linear(2, 2), {}, "params is a dict.*Linear"),
+        (lambda w: None, {}, "params is a dict.*NoneType"),
+        (lambda w: {"w": w}, {"microbatch": True}, "microbatch.*True"),
+        (lambda w: {"w": w}, {"take": 3}, "take is a function.*int"),
+    ],
+)
+def test_arguments_of_another_kind(params, given, said):
+    w, x = weight(4, 4), torch.ones(2, 4).double()
+    with pytest.raises(Refused, match=said):
+        clipped_grads(lambda x: (x @ w).sum(), params(w), x, C, **given)
+
+
+def test_complex_losses():
+    w, x = weight(4, 4), torch.ones(2, 4).double()
+    with pytest.raises(Refused, match="one real number.*complex"):
+        clipped_grads(lambda x: (x @ w).sum() * 1j, {"w": w}, x, C)
 
 
 def test_mappings_that_are_no_dicts():

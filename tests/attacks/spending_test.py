@@ -162,12 +162,13 @@ class Run:
             **{"grad_sample_mode": "hooks", **kwargs},
         )
         self.module, self.optimizer, self.loader = made[0], made[1], made[-1]
+        self.criterion = made[2] if len(made) > 3 else torch.mean
 
     def train(self, steps=4, loader=None, form=None):
         for (x,) in itertools.islice(loader or self.loader, steps):
             self.optimizer.zero_grad()
-            loss = self.module(x if form is None else form(x)).mean()
-            loss.backward()
+            outputs = self.module(x if form is None else form(x))
+            self.criterion(outputs[:, 0]).backward()
             self.optimizer.step()
         return self
 
@@ -192,9 +193,15 @@ def of_a_list(run):
     run.train(steps=9, loader=list(run.loader) * 3)
 
 
+def at_a_larger_rate(run):
+    run.loader.batch_sampler.sample_rate *= 2
+    run.train(2)
+
+
 BROKEN = {
     fixed: "no new draw",
     of_a_list: "no new draw",
+    at_a_larger_rate: "probability 0.5",
 }
 
 
@@ -218,6 +225,136 @@ def test_a_warning_is_in_the_statement(loop, tmp_path):
     given = dict(module=new.module, optimizer=new.optimizer)
     new.engine.load_checkpoint(path=path, **given)
     assert new.train(2).stated["holds"] == "no"
+
+
+def test_a_run_that_never_takes_from_its_loader():
+    """One step is a smoke test."""
+    run, raw = Run(), DataLoader(TensorDataset(torch.randn(40, 3)), 10)
+    assert run.train(1, loader=raw).stated["holds"] == "yes"
+    with pytest.warns(UserWarning, match="no batch from the loader"):
+        run.train(3, loader=raw)
+    assert run.stated["holds"] == "no" and run.stated["epsilon"] is None
+    assert run.stated["steps"] == 4  # and trains as with Opacus
+
+
+def test_an_accountant_of_one_rate_says_what_it_can_not_count():
+    run = Run(engine=PrivacyEngine(accountant="gdp"))
+    with pytest.warns(UserWarning, match='"gdp".*too small'):
+        run.train(steps=9, loader=list(run.loader) * 3)
+    assert run.stated["holds"] == "no"
+
+
+def cleared(optimizer, called):
+    optimizer.step_hook = None
+    optimizer.attach_step_hook(called.append)
+
+
+def set_anew(optimizer, called):
+    optimizer.step_hook = called.append
+
+
+def attached(optimizer, called):
+    optimizer.attach_step_hook(called.append)
+
+
+@pytest.mark.parametrize("change", [cleared, set_anew, attached])
+@pytest.mark.parametrize("mode", EVERY_MODE)
+def test_hooks_that_users_set_leave_the_count(change, mode):
+    run, called = Run(grad_sample_mode=mode), []
+    change(run.optimizer, called)
+    run.train(3)
+    assert run.engine.accountant.history == [(1.0, 0.25, 3)]
+    assert len(called) == 3
+
+
+@pytest.mark.parametrize("mode", EVERY_MODE)
+def test_another_optimizer_on_clipped_sums(mode):
+    """In hooks, ``p.grad`` is of the whole batch, and is what Opacus leaves there."""
+    private, model, x = drawn(mode)
+    other, before = torch.optim.SGD(model.parameters(), 0.1), copy.deepcopy(model)
+    private.optimizer.zero_grad()
+    private.backward(x, square_loss)
+    if mode in ("hooks", "functorch"):
+        return
+    with pytest.raises(Refused, match="have no noise yet"):
+        other.step()
+    assert_same(model.state_dict(), before.state_dict(), 0)
+    private.optimizer.step()
+    private.optimizer.zero_grad()
+    other.step()  # of nothing
+
+
+@pytest.mark.parametrize("mode", EVERY_MODE)
+def test_equal_records_of_a_draw_in_parts(mode):
+    """Records whose bits are equal are no second pass, if the loader tells."""
+    private, model, x = drawn(mode, torch.ones(N, 3).double())
+    expected = clipped_sum(oracle(model, x, square_loss), "flat", C)
+    skipped(private, x.clone().chunk(2))
+    found = {n: p.grad * N for n, p in model.named_parameters()}
+    assert_same(found, expected, 1e-8)
+
+
+def test_a_checkpoint_has_what_others_have_spent(tmp_path):
+    """Of other engines, which trained the same parameters, and what is not covered."""
+    first = Run().train(4)
+    first.module.cleanup()
+    second, path = Run(model=first.model).train(3), str(tmp_path / "run.pt")
+    given = dict(module=second.module, optimizer=second.optimizer)
+    second.engine.save_checkpoint(path=path, **given)
+    whole = epsilon((1.0, 0.25, 7))
+    assert read_statement(path, DELTA).content["epsilon"] == pytest.approx(whole)
+    third = Run()
+    given = dict(module=third.module, optimizer=third.optimizer)
+    third.engine.load_checkpoint(path=path, **given)
+    assert third.stated["epsilon"] == pytest.approx(whole)
+    third.train(2)
+    assert third.stated["epsilon"] == pytest.approx(epsilon((1.0, 0.25, 9)))
+
+
+def test_a_checkpoint_has_what_its_accountant_has_lost(tmp_path):
+    run, path = Run().train(4), str(tmp_path / "run.pt")
+    run.engine.accountant.history.clear()
+    given = dict(module=run.module, optimizer=run.optimizer)
+    run.engine.save_checkpoint(path=path, **given)
+    content = read_statement(path, DELTA).content
+    assert content["epsilon"] == pytest.approx(epsilon((1.0, 0.25, 4)))
+
+
+def numbers_of(run):
+    """The records of the next draw, and the noise of a step on them."""
+    torch.manual_seed(1)
+    batch = next(iter(run.loader))[0]
+    before = run.model.weight.detach().clone()
+    run.optimizer.zero_grad()
+    run.module(batch * 0).mean().backward()
+    run.optimizer.step()
+    return batch, run.model.weight.detach() - before
+
+
+def by_its_accountant(run, other):
+    """The steps of another run, given to an accountant by hand."""
+    engine = PrivacyEngine(accountant="prv")
+    engine.accountant.load_state_dict(other.engine.accountant.state_dict())
+    torch.manual_seed(2)
+    return Run(engine=engine, model=nn.Linear(3, 1))
+
+
+def by_its_optimizer(run, other):
+    run.optimizer.load_state_dict(other.optimizer.state_dict())
+    return run
+
+
+@pytest.mark.parametrize("load", [by_its_accountant, by_its_optimizer])
+def test_a_state_that_is_loaded_by_hand(load):
+    """Records and noise are none of before."""
+    torch.manual_seed(2)
+    first = Run(records=400, rate=0.1)
+    expected = numbers_of(first)
+    torch.manual_seed(2)
+    again = load(Run(records=400, rate=0.1), first)
+    found = numbers_of(again)
+    for one, two in zip(found, expected):
+        assert one.shape != two.shape or not torch.equal(one, two)
 
 
 def test_two_engines_train_the_same_parameters():

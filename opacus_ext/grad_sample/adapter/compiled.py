@@ -36,7 +36,7 @@ from opacus_ext.grad_sample.core.gradients import nodes_of
 from opacus_ext.grad_sample.core.group import SampleGroup
 from opacus_ext.grad_sample.core.groups import Samples, why
 from opacus_ext.grad_sample.core.traced import TracedGroup
-from opacus_ext.grad_sample.core.values import key_of
+from opacus_ext.grad_sample.core.values import key_of, key_of_tree
 from opacus_ext.grad_sample.core.vmap import is_batched, modes_above, without_modes
 from opacus_ext.grad_sample.factors import full_precision
 from opacus_ext.grad_sample.rules import NotAtOnce
@@ -266,7 +266,10 @@ def _kind(samples: Samples, training: bool) -> tuple:
         leaves.append(key_of(x))
         if leaves[-1] is None:
             raise NotCompiled(f"an input is a {type(x).__name__}, whose value may vary")
-    return training, str(samples.spec), tuple(samples.by_sample), *leaves
+    tree = key_of_tree(samples.spec)
+    if tree is None:
+        raise NotCompiled("an input is a tree with nodes that may vary")
+    return training, tree, tuple(samples.by_sample), *leaves
 
 
 def _reason(error: BaseException) -> str:

@@ -14,7 +14,7 @@ from opacus_ext.grad_sample.adapter.outputs import NotEqual
 from opacus_ext.grad_sample.adapter.state import State
 from opacus_ext.grad_sample.core.group import SampleGroup
 from opacus_ext.grad_sample.core.groups import Samples, in_groups
-from opacus_ext.grad_sample.core.values import set_apart
+from opacus_ext.grad_sample.core.values import key_of_tree, set_apart
 from opacus_ext.refused import Refused
 
 T = torch.Tensor
@@ -58,7 +58,7 @@ class SampleCriterion:
         losses = None if direct is None else direct(self.criterion, shape, *args)
         leaves, spec = tree_flatten((args, kwargs))
         kinds = ((x.dim(), x.dtype) if isinstance(x, T) else type(x) for x in leaves)
-        kind = str(spec), *kinds
+        kind = key_of_tree(spec) or object(), *kinds
         if shape is None and not torch.is_grad_enabled():  # the batch size is unknown
             dims = ((self.dims.get(i, 0), x) for i, x in enumerate(leaves))
             sizes = (x.shape[d] for d, x in dims if isinstance(x, T) and x.dim() > d)

@@ -27,7 +27,12 @@ from opacus_ext.grad_sample.adapter.outputs import (
 )
 from opacus_ext.grad_sample.adapter.state import AloneSample, holds_data
 from opacus_ext.grad_sample.core.clip import DenseGrads
-from opacus_ext.grad_sample.core.gradients import gradients_alone, graph_of, no_autocast
+from opacus_ext.grad_sample.core.gradients import (
+    gradients_alone,
+    graph_of,
+    no_autocast,
+    unchanged,
+)
 from opacus_ext.grad_sample.core.groups import Samples, version, warn_one_by_one
 from opacus_ext.grad_sample.core.vmap import cache_kept, is_batched
 from opacus_ext.grad_sample.rules import NotAtOnce
@@ -414,6 +419,12 @@ class ForwardRecord:
         self, total: Any, some: GroupOutputs, outputs: list[T], grads: list[T]
     ) -> list[T | None]:
         """Adds the gradients of a group; returns those of the leaves."""
+        with unchanged(self.params.values()):
+            return self._add_to(total, some, outputs, grads)
+
+    def _add_to(
+        self, total: Any, some: GroupOutputs, outputs: list[T], grads: list[T]
+    ) -> list[T | None]:
         params = list(self.params.values())
         if some.group is None:
             leaves, names = [*params, *self.leaves], list(self.params)

@@ -56,7 +56,7 @@ class Pass(NamedTuple):
         size: number of samples
         draws: of which its inputs are known to be
         taken: number of batches that the loop had taken from the model's loader
-        inputs: tensors with their versions, if nothing else tells of which draw they are
+        inputs: tensors with their versions, if nothing else tells of their draw
     """
 
     size: int

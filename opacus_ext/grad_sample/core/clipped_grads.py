@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from functools import partial
 from typing import Any, Callable, Mapping, NamedTuple, Sequence
 
@@ -27,6 +28,7 @@ from opacus_ext.grad_sample.core.gradients import (
     graph_of,
     no_autocast,
     refuse_hooks,
+    unchanged,
 )
 from opacus_ext.grad_sample.core.group import SampleGroup
 from opacus_ext.grad_sample.core.groups import (
@@ -251,7 +253,13 @@ def per_sample_grads(
 
 def _trained(params: Mapping[str, T], microbatch: int | None) -> dict[str, T]:
     """Returns the trainable parameters; refuses those that can't be clipped."""
-    if microbatch is not None and not (isinstance(microbatch, int) and microbatch > 0):
+    if not isinstance(params, Mapping):
+        raise Refused(
+            f"params is a dict of names and tensors, got {type(params).__name__}.",
+            parameter="params",
+            remedy="Give dict(model.named_parameters()).",
+        )
+    if microbatch is not None and (type(microbatch) is not int or microbatch < 1):
         raise Refused(
             f"microbatch is a number of samples, got {microbatch!r}.",
             parameter="microbatch",
@@ -309,7 +317,8 @@ class _Losses:
 
         one_by_one = self.is_split or code in alone
         way: dict = dict(microbatch=microbatch, one_by_one=one_by_one, warn=warn)
-        self.run(samples, **way)
+        with unchanged(self.params):
+            self.run(samples, **way)
         if not self._groups:
             first = self.params[0]
             return torch.zeros(0, dtype=first.dtype, device=first.device), None
@@ -512,22 +521,31 @@ _alone = WeakIdKeyDictionary()
 def _loss_and_aux(found: Any) -> tuple[list[T], Any]:
     """Returns the loss of a sample with auxiliary tensors, and the tree of these."""
     loss, aux = found if isinstance(found, tuple) and len(found) == 2 else (found, ())
-    if not isinstance(loss, T) or loss.numel() != 1:
-        what = (
-            f"shape {tuple(loss.shape)}" if isinstance(loss, T) else type(loss).__name__
-        )
+    what = type(loss).__name__
+    if isinstance(loss, T):
+        kind = "complex numbers of shape" if loss.is_complex() else "shape"
+        what = f"{kind} {tuple(loss.shape)}"
+    if not isinstance(loss, T) or loss.numel() != 1 or loss.is_complex():
         raise Refused(
-            f"The loss of a sample is one number, got {what}.",
+            f"The loss of a sample is one real number, got {what}.",
             parameter="loss",
             remedy="Reduce it over the sample, by mean() or sum().",
         )
     leaves, spec = tree_flatten(() if aux is None else aux)
-    for x in leaves:
-        if not isinstance(x, (T, int, float, complex, np.ndarray, np.generic)):
-            raise Refused(
-                f"An auxiliary value of the loss is of type {type(x).__name__}.",
-                parameter="loss",
-                remedy="Return tensors or numbers, or close over what is neither.",
-            )
-    others = [x if isinstance(x, T) else torch.as_tensor(x) for x in leaves]
-    return [loss.reshape(()), *others], spec
+    return [loss.reshape(()), *map(_auxiliary, leaves)], spec
+
+
+def _auxiliary(x: Any) -> T:
+    """Returns an auxiliary value as a tensor."""
+    numbers = isinstance(x, (int, float, complex, np.ndarray, np.generic))
+    if numbers and not isinstance(x, (str, bytes)):
+        with suppress(TypeError, ValueError):  # an array of objects
+            return torch.as_tensor(x)
+    if isinstance(x, T) and x.layout is torch.strided and not x.is_nested:
+        return x
+    what = f"{x.layout} tensor" if isinstance(x, T) else type(x).__name__
+    raise Refused(
+        f"An auxiliary value of the loss is of type {what}.",
+        parameter="loss",
+        remedy="Return dense tensors or numbers, or close over what is neither.",
+    )

@@ -11,7 +11,15 @@ from __future__ import annotations
 import math
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any, Callable, Iterable, Iterator, NamedTuple, Sequence
+from typing import (
+    Any,
+    Callable,
+    Collection,
+    Iterable,
+    Iterator,
+    NamedTuple,
+    Sequence,
+)
 
 import torch
 from torch.autograd.function import BackwardCFunction
@@ -359,6 +367,26 @@ def refuse_hooks(params: Iterable[tuple[str, T]]) -> None:
             )
 
 
+@contextmanager
+def unchanged(params: Collection[T]) -> Iterator[None]:
+    """Refuses code in the block that writes to parameters, in which data could stay."""
+    before = _versions(params)
+    yield
+    if before != _versions(params):
+        raise Refused(
+            "Parameters were changed in the forward or backward pass of samples, "
+            "without noise: by a hook with an optimizer, or by the loss. The model has "
+            "seen data now.",
+            remedy="Remove what changes them, and go on from weights of before.",
+        )
+
+
+def _versions(params: Collection[T]) -> list[int]:
+    if torch.compiler.is_compiling():
+        return []
+    return [0 if p.is_inference() else p._version for p in params]
+
+
 def gradients_alone(
     outputs: Sequence[T],
     grads: Sequence[T | None],
@@ -388,7 +416,6 @@ def gradients_alone(
         for x in everywhere:
             x.grad = None  # or the backward pass would change it in place
         arrived: dict[int, T] = {}
-        versions = [x._version for x in leaves]
 
         def arrive(x: T, grad: T) -> None:
             arrived[id(x)] = grad + arrived[id(x)] if id(x) in arrived else grad
@@ -407,12 +434,6 @@ def gradients_alone(
                 handle.remove()
             for x, grad in zip(everywhere, before):
                 x.grad = grad
-        if versions != [x._version for x in leaves]:
-            raise Refused(
-                "Parameters were changed in the backward pass, without noise: by a "
-                "hook with an optimizer, say. The model has seen data now.",
-                remedy="Remove the hook, and go on from weights of before.",
-            )
         found = [arrived.get(id(x)) for x in leaves]
     return {
         id(x): g.to_dense() if g.is_sparse else g

@@ -11,18 +11,19 @@ from __future__ import annotations
 import copy
 import traceback
 import warnings
-from collections import UserDict, deque
+from collections import UserDict, UserList, deque
 from collections.abc import Mapping
-from types import NoneType
+from types import BuiltinFunctionType, FunctionType, ModuleType, NoneType
 from typing import Any, Callable, Hashable, Iterator, NamedTuple, Sequence
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn import init
 from torch.utils import _pytree as pytree
 
 from opacus_ext.grad_sample.core.group import BranchesDiffer, SampleGroup
-from opacus_ext.grad_sample.core.values import key_of, set_apart
+from opacus_ext.grad_sample.core.values import key_of, key_of_tree, set_apart
 from opacus_ext.grad_sample.core.vmap import is_batched
 from opacus_ext.grad_sample.rules import NotAtOnce, handles
 from opacus_ext.refused import Refused
@@ -52,7 +53,7 @@ class Samples(NamedTuple):
 
     def alone(self, i: int) -> Any:
         """Returns sample ``i`` as a tree of tensors ``[1, ...]``."""
-        return self.tree(lambda x: x[i])
+        return self.tree(lambda x: x[i].clone())  # which is no view of the batch
 
     def zeros(self, value: int = 0) -> Any:
         """Returns a sample filled with zeros, or with another number."""
@@ -75,6 +76,12 @@ def samples_of(batch: Any, take: Take | None = None) -> tuple[list[Samples], int
     Splits a batch into samples, grouped by structure and shapes, and returns these and
     the batch size; see :func:`~opacus_ext.clipped_grads` for the arguments.
     """
+    if take is not None and not callable(take):
+        raise Refused(
+            f"take is a function, got {type(take).__name__}.",
+            parameter="take",
+            remedy="Give a function, where take(batch, i) is sample i.",
+        )
     if take is not None:
         return _taken(batch, take)
     like = batch if isinstance(batch, UserDict) else None
@@ -88,7 +95,9 @@ def samples_of(batch: Any, take: Take | None = None) -> tuple[list[Samples], int
         if isinstance(x, T) and x.layout is torch.strided and not x.is_nested:
             found.setdefault(x.shape[0] if x.dim() else -1, name)
         elif not isinstance(x, (bool, NoneType)):  # each sample would see all of it
-            kind = f"{x.layout}" if isinstance(x, T) else f"type {type(x).__name__}"
+            kind = f"type {type(x).__name__}"
+            if isinstance(x, T):
+                kind = "nested tensors" if x.is_nested else f"{x.layout}"
             found.setdefault(-2, f"{name} of {kind}")
     if len(found) != 1 or min(found) < 0:
         what = {-1: "has no dims", -2: "is no tensor that can be cut"}
@@ -114,15 +123,22 @@ def samples_of(batch: Any, take: Take | None = None) -> tuple[list[Samples], int
 
 
 def _lengths(batch: Any) -> set[int]:
-    """Returns the numbers of items that a list or tensor may have, if it is one."""
+    """Returns the numbers of items that a batch may have, by its length and parts."""
     if isinstance(batch, T):
         return {len(batch)} if batch.dim() else set()
-    if type(batch) is not list:
+    batch = batch.data if isinstance(batch, (UserDict, UserList)) else batch
+    if isinstance(batch, Mapping):
+        return _lengths_of_fields(list(batch.values()))
+    if not isinstance(batch, (list, tuple)):
         return set()
-    sized = [len(x) for x in batch if isinstance(x, (list, tuple)) or _has_dims(x)]
-    # It may be a list of items, or one of fields of equal length.
-    fields = {*sized} if len(sized) == len(batch) and len({*sized}) == 1 else set()
-    return {len(batch)} | fields
+    kinds = {(x.dtype, x.shape[1:]) if isinstance(x, T) else type(x) for x in batch}
+    return _lengths_of_fields(batch) | ({len(batch)} if len(kinds) < 2 else set())
+
+
+def _lengths_of_fields(fields: Sequence[Any]) -> set[int]:
+    """Returns their length, if it is one."""
+    sized = [len(x) for x in fields if isinstance(x, (list, tuple)) or _has_dims(x)]
+    return {*sized} if len(sized) == len(fields) and len({*sized}) == 1 else set()
 
 
 def _has_dims(x: Any) -> bool:
@@ -132,7 +148,7 @@ def _has_dims(x: Any) -> bool:
 def _taken(batch: Any, take: Take) -> tuple[list[Samples], int]:
     items = list(_items(batch, take))
     kinds: dict[Any, list[int]] = {}  # the numbers of samples that can run together
-    flat = [pytree.tree_flatten(item) for item in items]
+    flat = [pytree.tree_flatten(item) for item in _apart(items)]
     for i, (leaves, spec) in enumerate(flat):
         kinds.setdefault(_kind_of(leaves, spec, i), []).append(i)
     samples = []
@@ -149,17 +165,45 @@ def _taken(batch: Any, take: Take) -> tuple[list[Samples], int]:
     return samples, len(items)
 
 
+def _apart(items: list[Any]) -> list[Any]:
+    """Copies what several items hold, or may hold, and could write to."""
+    seen: set[int] = set()
+
+    def own(x: Any) -> Any:
+        if isinstance(x, np.ndarray):
+            return x.copy()
+        if isinstance(x, T) or key_of(x) is not None or isinstance(x, _CODE):
+            return x
+        is_new = id(x) not in seen
+        seen.add(id(x))
+        return x if is_new else _copied(x)
+
+    return [pytree.tree_map(own, item) for item in items]
+
+
+def _copied(x: Any) -> Any:
+    try:
+        return copy.deepcopy(x)
+    except Exception as error:
+        raise Refused(
+            f"Several samples hold one {type(x).__name__}, which can't be copied "
+            f"({type(error).__name__}: {error}): one could write to what others read.",
+            parameter="take",
+            remedy="Close over it in the loss, or give each sample its own.",
+        ) from error
+
+
 def _kind_of(leaves: list[Any], spec: pytree.TreeSpec, i: int) -> Hashable:
     """Returns a key that is equal for samples that run together."""
-    keys: list[Hashable] = [str(spec)]
+    keys: list[Hashable | None] = [key_of_tree(spec)]
     for x in leaves:
-        key = (x.shape, x.dtype, x.device) if isinstance(x, T) else key_of(x)
-        if key is None:  # it can't be told whether others have the same value
-            return i
-        keys.append(key)
-    return tuple(keys)
+        is_tensor = isinstance(x, T)
+        keys.append((x.shape, x.dtype, x.device) if is_tensor else key_of(x))
+    # Of a None, it can't be told whether others are the same.
+    return i if None in keys else tuple(keys)
 
 
+_CODE = type, ModuleType, FunctionType, BuiltinFunctionType, nn.Module
 _BEYOND = 8  # how many items behind the last one are tried at least
 
 

@@ -13,6 +13,7 @@ from typing import Any, Hashable, NamedTuple, Sequence
 import numpy as np
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._pytree import TreeSpec
 
 T = torch.Tensor
 
@@ -27,8 +28,10 @@ def key_of(value: Any) -> Hashable | None:
     objects, of which it can't be told if they are the same.
     """
     kind = type(value)
-    if kind in _AS_THEY_ARE or isinstance(value, enum.Enum):
+    if kind in _AS_THEY_ARE:
         return kind, value
+    if isinstance(value, enum.Enum):  # which may call others equal
+        return kind, value.name, key_of(value.value)
     if kind is float:
         return kind, struct.pack("<d", value)
     if kind is complex:
@@ -41,6 +44,22 @@ def key_of(value: Any) -> Hashable | None:
         return None
     keys = [key_of(part) for part in parts]
     return None if None in keys else (kind, *keys)
+
+
+def key_of_tree(spec: TreeSpec) -> Hashable | None:
+    """
+    Returns a key of the structure of a tree, the same for the same types and keys; None
+    if nodes have something else about them, which is not known to be the same.
+    """
+    if spec.is_leaf():
+        return "leaf"
+    about: Any = spec.context
+    if isinstance(about, list):  # keys of a dict
+        about = tuple(about)
+    if not isinstance(about, type):  # of a named tuple
+        about = key_of(about)
+    keys = [about, *map(key_of_tree, spec.children())]
+    return None if None in keys else (spec.type, *keys)
 
 
 def are_same(one: Any, other: Any) -> bool:
