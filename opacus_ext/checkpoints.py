@@ -168,6 +168,8 @@ def load_checkpoint(
     _count_both(self.accountant, spent)
     weights = content["module_state_dict"]
     module.load_state_dict(weights, **(module_load_dict_kwargs or {}))
+    ledger = ledger_of(self)
+    ledger.repeats = repeat_noise
     given = _others(optimizer, noise_scheduler, grad_clip_scheduler)
     for name, other in given.items():
         state = content.pop(name, {})
@@ -183,9 +185,7 @@ def load_checkpoint(
     elif hasattr(optimizer, "mix_noise"):
         optimizer.mix_noise()
     self.accountant.load_state_dict(spent)
-    ledger = ledger_of(self)
-    repeats = optimizer if repeat_noise else None
-    ledger.go_on(self.accountant.history, repeats=repeats)
+    ledger.go_on(self.accountant.history)
     ledger.load_state_dict(content.pop(LEDGER, {}))
     add_runs(self, content.get(RUNS, []))
     return content

@@ -33,9 +33,11 @@ class Ledger:
         others: the ledgers of engines that have trained the same parameters
         beside: sentences on what its statements do not cover
         goes_on: True if a checkpoint was loaded, from which other runs may go on, too
+        repeats: True if a run that goes on is to draw as the one before would have; its
+            noise is then the matter of who asked for it
     """
 
-    goes_on = False
+    goes_on = repeats = False
 
     def __init__(self) -> None:
         self.history: History = []
@@ -55,19 +57,22 @@ class Ledger:
         elif self.goes_on:
             draw_afresh(parts)
 
-    def go_on(self, history: Iterable[Any], repeats: Any = None) -> None:
+    def go_on(self, history: Iterable[Any]) -> None:
         """
         Called when a checkpoint was loaded: steps are those of ``history``, and all
-        later random numbers are new, but for those of an optimizer that ``repeats``.
+        later random numbers are new, unless it ``repeats``.
         """
         self.history = [(*step,) for step in history]  # type: ignore[misc]
-        if repeats is None:
-            self.goes_on = True
-            self.draw_afresh()
+        self.draw_afresh()
 
     def draw_afresh(self) -> None:
-        """Gives all that the engine has made random numbers that no run has had."""
-        draw_afresh(part() for part in self._made)
+        """
+        Gives all that the engine has made, and makes later, random numbers that no run
+        has had, unless it ``repeats``.
+        """
+        self.goes_on = not self.repeats
+        if self.goes_on:
+            draw_afresh(part() for part in self._made)
 
     def state_dict(self, history: Iterable[Any]) -> Dict[str, Any]:
         """Returns what a checkpoint holds beside an accountant with this history."""

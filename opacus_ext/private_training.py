@@ -144,6 +144,7 @@ class PrivateTraining:
     ):
         check_budget(target_delta, target_epsilon, noise_multiplier)
         self.engine, self._taken = PrivacyEngine(accountant=accountant), _Taken()
+        ledger_of(self.engine).repeats = True  # draws have numbers, and noise keys
         self.target_delta, self.target_epsilon = target_delta, target_epsilon
         self.noise_multiplier = noise_multiplier
         self.seed = self.draw = 0
@@ -193,7 +194,7 @@ class PrivateTraining:
             self.noise.seed()
             self.engine.accountant.load_state_dict(self.saved["accountant"])
             spent = self.engine.accountant.history
-            ledger_of(self.engine).go_on(spent, repeats=self)  # which draws by numbers
+            ledger_of(self.engine).go_on(spent)
         called = module
         if self.process[1] > 1 and not any(
             isinstance(part, FSDPModule) for part in module.modules()

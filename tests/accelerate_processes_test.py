@@ -254,13 +254,13 @@ def test_prepared_first(mode, two):
 
 
 def test_state_that_is_loaded(two):
-    """The same draws, and noise that is neither that before nor that of another run."""
+    """Draws and noise that are neither those before nor those of another run."""
     for found, history in two.of("resumed"):
         assert history == [(1.0, 1 / STEPS, 2 * STEPS)]
-        for runs, same in zip(found, (True, False)):
+        for runs in found:
             for a, b in ((0, 1), (1, 2)):
                 gap = (runs[a]["0.weight"] - runs[b]["0.weight"]).abs().max()
-                assert (gap < 1e-12) == same
+                assert gap > 1e-12
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -166,12 +166,16 @@ def copied(run):
             run.step([x.clone() for x in batch])
 
 
-def seeded(run):
+def seeded(run, form=list):
     for _ in range(STEPS // 4):
         torch.manual_seed(3)
         run.loader.batch_sampler.generator = None
         for batch in run.loader:
-            run.step(batch)
+            run.step(form(batch))
+
+
+def seeded_and_copied(run):
+    seeded(run, lambda batch: [x.clone() for x in batch])
 
 
 def in_turn(run):
@@ -194,6 +198,7 @@ AGAIN = {
     at_random: STEPS - 4,
     copied: STEPS - 4,
     seeded: STEPS - 4,
+    seeded_and_copied: STEPS - 4,
     in_turn: 4,
 }
 
