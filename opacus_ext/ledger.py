@@ -48,12 +48,14 @@ class Ledger:
     def made(self, accountant: Any, *parts: Any) -> None:
         """
         Adds what draws random numbers: an optimizer, and the sampler of a loader. The
-        accountant may have the steps of an earlier run.
+        accountant may have the steps of an earlier run, and of releases, which are not
+        on records that were drawn.
         """
         self._made += [weakref.ref(x) for x in parts if draws_numbers(x)]
         earlier = difference(accountant.history, self.history)
-        if earlier:
-            self.go_on([*self.history, *earlier])
+        self.history += earlier
+        if any(rate < 1 for _, rate, _ in earlier):
+            self.draw_afresh()
         elif self.goes_on:
             draw_afresh(parts)
 

@@ -398,7 +398,7 @@ def test_one_warning_says_what_runs_one_by_one():
         (dict(clipping=True), "neither a number"),
         (dict(microbatch=0), "microbatch"),
         (dict(on_nonfinite="ignore"), "on_nonfinite"),
-        (dict(loss=lambda x: x), "one number"),
+        (dict(loss=lambda x: x), "one real number"),
         (dict(take=lambda batch, i: 3), "without a tensor"),
     ],
 )

@@ -80,7 +80,7 @@ def samples_of(batch: Any, take: Take | None = None) -> tuple[list[Samples], int
         raise Refused(
             f"take is a function, got {type(take).__name__}.",
             parameter="take",
-            remedy="Give a function, where take(batch, i) is sample i.",
+            remedy="Give a function of the batch and a number i that returns sample i.",
         )
     if take is not None:
         return _taken(batch, take)
