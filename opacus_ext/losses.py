@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 from opacus_ext.grad_sample.adapter.criterion import AT_ONCE
-from opacus_ext.grad_sample.adapter.model import PrivateModel
+from opacus_ext.grad_sample.adapter.inputs import InputReader
 from opacus_ext.grad_sample.factors import upcast
 from opacus_ext.grad_sample.modes.common import private_model_of
 from opacus_ext.layers.linear_cross_entropy import LinearCrossEntropy
@@ -166,7 +166,7 @@ def model_losses(model: nn.Module, batch: Mapping[str, Any]) -> T:
     if private is not None and private.enabled and torch.is_grad_enabled():
         return private.losses(dict(batch), loss_of)
     losses: Dict[int, T] = {}
-    for some in _reader_of(model).read_losses(dict(batch), loss_of).samples:
+    for some in _reader_of(model).read((), dict(batch)).samples:
         for i in range(some.size):
             loss = loss_of(model, **some.alone(i)[1])
             losses[i if some.rows is None else int(some.rows[i])] = loss
@@ -176,9 +176,9 @@ def model_losses(model: nn.Module, batch: Mapping[str, Any]) -> T:
 
 
 @functools.lru_cache(maxsize=2)  # it holds the model
-def _reader_of(model: nn.Module) -> PrivateModel:
+def _reader_of(model: nn.Module) -> InputReader:
     """Returns what reads the inputs of a model that is not private."""
-    return PrivateModel(model)
+    return InputReader(model)
 
 
 def sample_loss(model: nn.Module, sample: Mapping[str, Any]) -> T:

@@ -232,6 +232,9 @@ class PrivateTraining:
                 "call its step once for each of its batches.",
             )
         self._taken.taken, self._taken.size = self._taken.taken + 1, batch.records
+        private = getattr(self.hooks, "private", None)
+        if private is not None and batch.records:
+            private.inputs.drawn = [batch.records]
         yield
         self._taken.place = place
 

@@ -104,10 +104,10 @@ class DrawCounter:
         self._last[count] = self._batch
         self._last.pop(count - 100 - self._ahead, None)
 
-    def collate(self) -> Draw:
-        """Returns the draw that is collated now, maybe in parts."""
+    def collate(self, size: int) -> Draw:
+        """Returns the draw of which ``size`` records are collated now, or a part."""
         self._collated += 1
-        return Draw(self, self._batch.number, self._collated)
+        return Draw(self, self._batch.number, self._collated, size)
 
     @property
     def taken(self) -> int:

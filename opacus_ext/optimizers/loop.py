@@ -19,6 +19,7 @@ from opacus.utils.uniform_sampler import (
 )
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, DistributedSampler, get_worker_info
 
 from opacus_ext.data.draws import Counted, Draws
@@ -60,14 +61,17 @@ class CountingCollate:
 
     def __call__(self, records: List) -> Any:
         batch = self._collated(records)
-        if self.counter is not None and get_worker_info() is None:
-            mark(batch, self.counter.collate())
+        if get_worker_info() is not None:
+            return batch
+        inputs, size = self._inputs(), len(records)
+        if inputs is not None:
+            inputs.drawn.append(size)
+            inputs.ones = inputs.ones or size > 1 and _has_ones(batch)
+        if self.counter is not None:
+            mark(batch, self.counter.collate(size))
         return batch
 
     def _collated(self, records: List) -> Any:
-        inputs = self._inputs()
-        if inputs is not None and get_worker_info() is None:
-            inputs.drawn.add(len(records))
         own = getattr(self.collate, "wrapped_collator_fn", None)
         if own is None or records:
             return self.collate(records)
@@ -124,6 +128,12 @@ class CountingCollate:
         return CountingCollate, (self.collate, self.dataset)
 
 
+def _has_ones(batch: Any) -> bool:
+    """Returns True if a batch of several records has a tensor ``[1, ...]``."""
+    tensors = (x for x in tree_leaves(batch) if isinstance(x, torch.Tensor))
+    return any(x.dim() and x.shape[0] == 1 for x in tensors)
+
+
 _VALUES = str, bytes, bool, int, float, complex, np.generic
 
 
@@ -157,6 +167,8 @@ def watch_loader(
     shared_out = _is_shared_out(loader, batches)
     # Sizes of the batches that may be at hand, as workers and loops draw ahead.
     sizes: deque[int] = deque(maxlen=4 + optimizer.ahead)
+    if inputs is not None:
+        inputs.drawn = deque(maxlen=4 + optimizer.ahead)
 
     def batches_of(self: Any) -> Iterator[List[int]]:
         dp_optimizer: Any = own()
@@ -183,6 +195,8 @@ def watch_loader(
             largest = max(largest, len(batch))
             if inputs is not None:
                 inputs.most = max(sizes)
+                if ahead:  # its records are collated elsewhere
+                    inputs.drawn.append(len(batch))
             yield batch
             state = _state_of_draws(self)
         if inputs is not None:

@@ -173,6 +173,7 @@ class ClippingOptimizer(NoisyOptimizer):
             Refused: if samples could be in the sum twice, or of two logical batches
         """
         self._check_batches()
+        self._passes.check()
         noise_state = self._state_of_noise()
         self._look_at_draws()
         self._unfinished = _Unfinished(

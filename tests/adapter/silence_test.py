@@ -314,22 +314,6 @@ def peaked(m, x, table):
     return m.layer((300 * x @ table.T).softmax(-1) @ table)
 
 
-def masked(*shapes):
-    """``x [B, T, D]`` and masks of shapes that change."""
-    found = []
-    for x, shape in zip((torch.randn(n, t, D).double() for n, t in shapes), shapes):
-        n, t = shape
-        mask = torch.rand(n, 1, t) < 0.7 if n != t else torch.ones(t, t).bool()
-        found.append((x, mask.tril() if n == t else mask | (torch.arange(t) == 0)))
-    return found
-
-
-def one_masked(batch):
-    x, mask = batch
-    own = [mask[b : b + 1] if mask.dim() == 3 else mask for b in range(len(x))]
-    return [(x[b : b + 1], own[b]) for b in range(len(x))]
-
-
 class Sequences(nn.Module):
     def __init__(self):
         super().__init__()
@@ -404,34 +388,33 @@ def hidden(kind, *sizes):
     return Case(lambda: Hidden(kind), batches, loss=state_loss, alone=alone)
 
 
-SHARED = [(x, BANK) for x in rows(4, 4)]
+NAMED = dict(batched=[0], kwargs=dict(shared=["rest"]))
+TABLE = dict(batched=[0], kwargs=dict(shared=["table"]))
+LENGTH = r"as long as the batch of \d samples. .*shared=\["
 INPUTS = {
     "[1, T, d]": Case(model(rotates), tables(1, 4, D), batched=[0]),
-    "[T, d]": Case(model(rotates), tables(4, D), batched=[0]),
-    "K rows": Case(model(looks_up), tables(3, D), batched=[0]),
-    "K rows at first": Case(
-        model(looks_up),
-        tables(3, D, sizes=(3, 4, 3)),
-        "items of input rest may be",
-        batched=[0],
+    "[T, d]": Case(model(rotates), tables(4, D), **NAMED),
+    "[T, d], not named": Case(
+        *(model(rotates), tables(4, D, sizes=(3, 4)), LENGTH), batched=[0]
     ),
-    "T = B": Case(model(attends), MASKS, batched=[0]),
-    "masks [B, 1, T], then [T, T]": Case(
-        model(attends), masked((4, 5), (3, 5), (2, 3), (4, 4)), alone=one_masked
-    ),
+    "K rows": Case(model(looks_up), tables(3, D), **NAMED),
+    "K rows, not named": Case(model(looks_up), tables(3, D), LENGTH, batched=[0]),
+    "K rows at first": Case(model(looks_up), tables(3, D, sizes=(3, 4, 3)), **NAMED),
+    "T = B": Case(model(attends), MASKS, **NAMED),
     "behind a gate of zero": Case(
         lambda: WithTable(gated, layer=nn.Linear(D, D), gate=torch.zeros(())),
-        *(SHARED, "which of table"),
-        batched=[0],
+        [(x, BANK) for x in rows(4, 4)],
+        **TABLE,
     ),
     "written to": Case(
         model(writes),
-        [(x, BANK.clone()) for x in rows(3, 3)],
-        "changes an input that all",
-        batched=[0],
+        *([(x, BANK.clone()) for x in rows(3, 3)], "changes an input that all"),
+        **NAMED,
     ),
     "hidden states": hidden(nn.LSTM, 4, 3, 2, 1),
-    "hidden states, B = 2 layers": hidden(nn.LSTM, 2, 3, 2),
+    "hidden states, B = 2 layers": hidden(nn.LSTM, 2, 3, 2)._replace(
+        refused="state.0. of shape .2, 2, 3. may be a state"
+    ),
     "one hidden state": hidden(nn.GRU, 4, 3, 1),
     **{
         f"{how} {'taken' if taken else 'of sequences'}": sequences(how, taken)
@@ -439,15 +422,13 @@ INPUTS = {
         for taken in (False, True)
     },
 }
-KEYS = Case(
-    lambda: WithTable(peaked, layer=nn.Linear(D, D)),
-    *(SHARED, "which of table"),
-    batched=[0],
-    modes=EVERY_MODE,
-)
 TABLES = {
-    "taken for samples": KEYS,
-    "named": KEYS._replace(refused=None, kwargs=dict(shared=["table"])),
+    "named": Case(
+        lambda: WithTable(peaked, layer=nn.Linear(D, D)),
+        [(x, BANK) for x in rows(4, 4)],
+        modes=EVERY_MODE,
+        **TABLE,
+    ),
 }
 
 
@@ -903,22 +884,7 @@ def test_backward_inside(mode, opaque):
         private.module(x)
 
 
-# -- what a trial can't tell -----------------------------------------------------------
-
-
-def test_a_number_of_samples_that_must_divide_is_no_shared_input():
-    """Tried on a prime number of samples the right reading fails, and a wrong runs."""
-
-    def even(m, x, table):
-        if len(table) > 1:
-            table.reshape(2, -1)
-        x = m.layer(x)
-        return (x[: len(table)] * table.sum(1, keepdim=True)).sum(1)
-
-    model = WithTable(even, layer=nn.Linear(3, 4))
-    private = make_private(model, "ghost_bk", batch_size=4)
-    with pytest.raises(Refused, match="which of x .* are samples"):
-        private.module(torch.randn(4, 3), torch.randn(4, 3))
+# -- what the loader tells -------------------------------------------------------------
 
 
 def test_each_record_twice_is_refused_where_draws_differ_in_size():

@@ -1,36 +1,32 @@
 """The batch size of a call, and which of its inputs are samples.
 
-A tensor whose first dim is the batch size may hold samples, or be a table that all
-samples share. Each assignment of the inputs is a *reading*. If a call has several, the
-model is tried with another number of samples in each. If one runs, it is right, and is
-remembered by the names of the inputs. If several run, each sample alone must have the
-same outputs and gradients in all of them; otherwise the call is refused.
+The loader knows how many records it drew: tensors of that length are samples. A tensor
+``[1, ...]`` beside them, if it is none of the loader's, is shared by all samples.
+Anything else is refused by its name, unless ``shared=`` names it. To read a table as
+samples is safe, since each sample sees its row; to read samples as a table is not: each
+sample would see all of them.
 """
 
 from __future__ import annotations
 
 import inspect
-import itertools
-from contextlib import suppress
-from typing import Any, Callable, Iterable, NamedTuple, NoReturn, Sequence
+import weakref
+from typing import Any, Callable, NamedTuple, NoReturn, Sequence
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.nn.utils.rnn import PackedSequence
-from torch.utils._pytree import TreeSpec, keystr, tree_leaves, tree_unflatten
+from torch.utils._pytree import TreeSpec, keystr, tree_unflatten
 
 from opacus_ext.grad_sample.adapter.outputs import flatten
+from opacus_ext.grad_sample.adapter.passes import Doubt, draw_of
 from opacus_ext.grad_sample.adapter.state import PLAIN
-from opacus_ext.grad_sample.core.groups import Samples, samples_of
+from opacus_ext.grad_sample.core.groups import Samples, samples_of, version
 from opacus_ext.grad_sample.core.values import set_apart
-from opacus_ext.refused import Refused
+from opacus_ext.refused import Refused, warn_once
 
 T = torch.Tensor
 Take = Callable[[Any, int], Any]
-Call = Callable[[Any], Any]
-_DOUBTS = 5  # up to so many doubtful tensors, every combination is tried
-_PRIMES = [n for n in range(2, 2**12) if all(n % k for k in range(2, min(n, 64)))]
 
 
 class Inputs(NamedTuple):
@@ -41,13 +37,7 @@ class Inputs(NamedTuple):
     trained: list[tuple[T, T]]  # inputs that require a gradient, and their leaves
     zeros: Callable[..., Any]  # makes a sample filled with zeros, or another number
     given: Any = None  # the ``(args, kwargs)`` of the call
-
-
-class Reading(NamedTuple):
-    """One assignment of the inputs: the batch size, and where the samples are."""
-
-    size: int
-    dims: tuple[int | None, ...]  # batch dim of each tensor; None if shared
+    doubt: Doubt | None = None
 
 
 class Given(NamedTuple):
@@ -66,12 +56,13 @@ class InputReader:
 
     Args:
         module: the model
-        run: ``run(call, inputs)`` returns ``call(inputs)`` without side effects
         batch_dim: the batch dim of tensors
         take, shared: arguments of make_private
 
     Attributes:
-        drawn: batch sizes that the loader has drawn so far
+        drawn: numbers of records of the batches that the loop may be at, the last one
+            at the end
+        ones: True if the loader's batches of several records have tensors [1, ...]
         most: the largest batch that it drew; None if unknown
         states: pairs (layers, width) of the hidden states of recurrent layers
     """
@@ -79,16 +70,15 @@ class InputReader:
     def __init__(
         self,
         module: nn.Module,
-        run: Callable[[Call, Any], Any],
         batch_dim: int = 0,
         take: Take | None = None,
         shared: Sequence[str] = (),
     ):
-        self.name, self.run, self.batch_dim = type(module).__name__, run, batch_dim
-        self.take, self.shared, self.module = take, set(shared), module
-        self.parameters: Callable[[], Iterable[T]] = module.parameters
-        self.drawn: set[int] = set()
+        self.name, self.batch_dim, self.take = type(module).__name__, batch_dim, take
+        self.shared, self.module = set(shared), module
+        self.drawn: Sequence[int] = ()
         self.most: int | None = None
+        self.ones = False
         parameters = inspect.signature(module.forward).parameters.values()
         self._known = {p.name for p in parameters}
         self._named = [
@@ -98,12 +88,8 @@ class InputReader:
         ]
         rest = [p.name for p in parameters if p.kind == p.VAR_POSITIONAL]
         self._rest = rest[0] if rest else "args"
-        # By name and number of dims: the batch dim of inputs for which it is certain,
-        # and the batch sizes of inputs so far.
-        self._dims: dict[tuple[str, int], int] = {}
-        self._sizes: dict[tuple[str, int], set[int]] = {}
-        self._tables: dict[str, set[torch.Size]] = {}  # shapes of shared inputs
-        self._more: bool | None = None  # True if it takes any number of ``*args``
+        self._batched: dict[str, int] = {}  # batch dims of what has had samples
+        self._last: dict[str, tuple[weakref.ref, int]] = {}  # inputs, with versions
         self._zeros: Callable[..., Any] = self._no_zeros  # with take
         self.states = {
             (m.num_layers * (1 + m.bidirectional), width)
@@ -112,8 +98,8 @@ class InputReader:
             for width in (m.hidden_size, getattr(m, "proj_size", 0))
         }
 
-    def read(self, call: Call, args: tuple, kwargs: dict) -> Inputs:
-        """Finds the samples of ``call((args, kwargs))``, or refuses it."""
+    def read(self, args: tuple, kwargs: dict) -> Inputs:
+        """Finds the samples of a call with these arguments, or refuses it."""
         if self.take is not None:
             samples, size = samples_of((args, kwargs), _of_both(self.take))
             if samples:  # without data, as it is kept
@@ -127,14 +113,11 @@ class InputReader:
                 "Pass tensors [B, ...], or make_private(take=function), where "
                 "function(inputs, i) gives sample i as a batch of one.",
             )
-        readings = self._readings(given)
-        reading = readings[0]
-        if len(readings) > 1:
-            reading = self._decide(call, given, readings)
-        if reading.size > 1:
-            self._check_lists(call, given, reading)
-            self._learn(given, reading, sure=False)
-        return self._inputs(given, reading)
+        size = self._size(given)
+        self._check_lists(given, size)
+        dims = self._dims(given, size)
+        self._tell_of_tables(given, dims)
+        return self._inputs(given, size, dims)._replace(doubt=self._doubt(given, size))
 
     def _no_zeros(self, value: int = 0) -> NoReturn:
         self._refuse(
@@ -198,249 +181,168 @@ class InputReader:
             name,
         )
 
-    # -- readings ----------------------------------------------------------------------
+    # -- the batch size ----------------------------------------------------------------
+
+    def _length(self, x: T) -> int:
+        return x.shape[min(self.batch_dim, x.dim() - 1)]
 
     def _is_state(self, x: T) -> bool:
         return x.dim() == 3 and (x.shape[0], x.shape[2]) in self.states
 
-    def _options(self, name: str, x: T) -> list[int]:
-        """Returns the possible batch dims of a tensor."""
-        if x.shape in self._tables.get(name, ()):
-            return []
-        if (name, x.dim()) in self._dims:
-            return [self._dims[name, x.dim()]]
-        dim = min(self.batch_dim, x.dim() - 1)
-        return [1, 0] if dim == 0 and self._is_state(x) else [dim]
+    def _size(self, given: Given) -> int:
+        """Returns the number of samples."""
+        draws = [draw for *_, x in given.tensors if (draw := draw_of(x)) is not None]
+        if draws:
+            return self._size_of_draw(given, draws[0].size)
+        tensors = [(name, x) for _, name, x in given.tensors]
+        lengths = [self._length(x) for _, x in tensors if not self._is_state(x)]
+        lengths = lengths or [self._length(x) for _, x in tensors]
+        others = [n for n in lengths if n > 1]
+        if 0 in lengths or not others:
+            return min(lengths)
+        drawn = [n for n in reversed(self.drawn) if n in others]
+        size = drawn[0] if drawn else others[0]
+        if 1 not in lengths:
+            return size
+        # Which is it, one sample beside tables or samples beside a tensor [1, ...]?
+        had = {self._length(x) for name, x in tensors if name in self._batched}
+        if had:
+            return 1 if 1 in had else size
+        if bool(drawn) != (1 in self.drawn):
+            return size if drawn else 1
+        return 1 if lengths[0] == 1 else size
 
-    def _readings(self, given: Given) -> list[Reading]:
-        """Returns all readings of a call, those with the most samples first."""
-        options = [self._options(name, x) for _, name, x in given.tensors]
-        sizes: dict[int, bool] = {}  # possible batch sizes; True if certain
-        for (_, name, x), dims in zip(given.tensors, options):
-            for d in dims:
-                sizes[x.shape[d]] = sizes.get(x.shape[d], False)
-                sizes[x.shape[d]] |= (name, x.dim()) in self._dims
-        if not (self.batch_dim or sizes.keys() & self.drawn):
-            self._refuse_other_dim(given)
-        found = [n for n, certain in sizes.items() if certain]
-        found = found or [n for n in sizes if n in self.drawn] or list(sizes) or [0]
-        readings = []
-        for size in [0] if 0 in found else found:
-            choices: list[list[int | None]] = []
-            for (_, name, x), every in zip(given.tensors, options):
-                dims = [d for d in every if x.shape[d] == size]
-                sure = dims and ((name, x.dim()) in self._dims or size < 2)
-                choices.append(dims[:1] if sure else [*dims, None])
-            doubtful = [i for i, dims in enumerate(choices) if len(dims) > 1]
-            if len(choices) == 1:
-                choices = [[d for d in choices[0] if d == self.batch_dim] or choices[0]]
-            for places in itertools.product(*choices):
-                shared = sum(places[i] is None for i in doubtful)
-                if set(places) != {None} and (len(doubtful) <= _DOUBTS or shared <= 2):
-                    readings.append(Reading(size, places))
-        return readings
+    def _size_of_draw(self, given: Given, size: int) -> int:
+        """Returns the number of records drawn; refuses inputs without a row for each"""
+        for _, _, x in given.tensors:
+            if size in (self._length(x), x.shape[1] if self._is_state(x) else size - 1):
+                return size
+        shapes = ", ".join(f"{name} {tuple(x.shape)}" for _, name, x in given.tensors)
+        self._refuse(
+            f"was called with {shapes}, where the loader drew {size} records: which "
+            "part is of which record is not known",
+            f"{self._other_dim(given, size)}Give make_private(take=function), where "
+            "function(inputs, i) gives record i as a batch of one; or let the loader's "
+            "collate_fn return a row for each record.",
+        )
 
-    def _refuse_other_dim(self, given: Given) -> None:
-        """Refuses tensors whose dim 1, and not dim 0, is as long as a batch."""
+    def _other_dim(self, given: Given, size: int) -> str:
+        """Returns the advice for batches in another dim."""
+        other = 1 - self.batch_dim
         for _, name, x in given.tensors:
-            if x.dim() > 1 and x.shape[1] in self.drawn:
-                self._refuse(
-                    f"input {name} of shape {tuple(x.shape)} has as many entries in "
-                    "dim 1 as the loader drew records, and not in dim 0",
-                    "Give make_private(batch_first=False), or call the model on the "
-                    "records that were drawn.",
-                    name,
+            if x.dim() > 1 and x.shape[other] == size:
+                return (
+                    f"If the batch is dim {other} of {name}, pass {name}.transpose(0, "
+                    f"1), or make_private(batch_first={bool(self.batch_dim)}). "
                 )
+        return ""
 
-    def _check_lists(self, call: Call, given: Given, reading: Reading) -> None:
+    def _doubt(self, given: Given, size: int) -> Doubt | None:
+        """
+        Returns why gradients of a call may not enter a step, if it seems to be on
+        records that were drawn, and has another number of samples: other calls may be
+        on what the loader did not draw.
+        """
+        if not self.drawn or size in self.drawn or not size:
+            return None
+        if any(draw_of(x) is not None for *_, x in given.tensors):
+            return None
+        last = self.drawn[-1]
+        advice = self._other_dim(given, last)
+        if not advice and (size > 1 or not self.ones):
+            return None
+        shapes = ", ".join(f"{name} {tuple(x.shape)}" for _, name, x in given.tensors)
+        error = Refused(
+            f"{self.name}: was called with {shapes}, as {size} samples, where the "
+            f"loader drew {last} records.",
+            module=self.name,
+            parameter=given.tensors[0][1],
+            remedy=f"{advice}Call it on the records that were drawn; or give "
+            "make_private(take=function), where function(inputs, i) gives record i as "
+            "a batch of one.",
+        )
+        return Doubt(error, last, counts=not advice)
+
+    # -- samples and tables ------------------------------------------------------------
+
+    def _check_lists(self, given: Given, size: int) -> None:
         """
         Refuses a list, dict or ``*args`` whose items may be samples: its length is the
         batch size, or the batch size is read from its items alone.
         """
-        certain: dict[str, bool] = {}  # by list: True if all of its tensors are certain
-        outside = reading.size in self.drawn
-        for (_, name, x), d in zip(given.tensors, reading.dims):
+        inside: dict[str, list[tuple[str, T]]] = {name: [] for name in given.lists}
+        outside = size in self.drawn
+        for _, name, x in given.tensors:
             top = name.partition("[")[0]
-            if top not in given.lists:
-                outside = outside or d is not None
-                continue
-            sure = (name, x.dim()) in self._dims or x.shape in self._tables.get(
-                name, ()
+            if top in inside:
+                inside[top].append((name, x))
+            else:
+                outside = outside or self._length(x) == size
+        for top, count in given.lists.items():
+            known = inside[top] and all(
+                name in self._batched or self._is_state(x) for name, x in inside[top]
             )
-            sure = sure or d == 1 and self._is_state(x)
-            certain[top] = certain.get(top, True) and sure
-        for name, count in given.lists.items():
-            fits = count == reading.size or name in certain and not outside
-            if not fits or certain.get(name, False):
+            if known or size < 2:
                 continue
-            if name != self._rest or self._takes_more(call, given):
-                self._refuse_items(given, name)
+            of_records = count == size or count in [*self.drawn][-1:]
+            if top == self._rest:  # a wrapper of a model, it may be
+                of_records = of_records and not outside
+            elif inside[top]:
+                of_records = of_records or not outside
+            if of_records:
+                self._refuse_items(given, top)
 
-    def _takes_more(self, call: Call, given: Given) -> bool:
-        """True if the model runs with more ``*args``, unlike a wrapper of a model."""
-        if self._more is None:
-            self._more = False
-            args, kwargs = tree_unflatten(given.leaves, given.spec)
-            with torch.no_grad(), suppress(Exception):
-                self.run(call, ((*args, args[-1], args[-1]), kwargs))
-                self._more = True
-        return self._more
+    def _dims(self, given: Given, size: int) -> list[int | None]:
+        """Returns the batch dim of each tensor; None if all samples share it."""
+        dims: list[int | None] = []
+        others = []
+        for _, name, x in given.tensors:
+            dim = min(self.batch_dim, x.dim() - 1)
+            if self._is_state(x) and x.shape[1] == size:
+                is_square = x.shape[dim] == size > 1 and dim != 1
+                dim = self._dim_of_square(given, name, x) if is_square else 1
+            elif x.shape[dim] != size:
+                if x.shape[dim] != 1 or self.ones or draw_of(x) is not None:
+                    others.append((name, x))
+                dims.append(None)
+                continue
+            if size > 1:
+                self._batched[name] = dim
+            dims.append(dim)
+        if others:
+            self._refuse_others(given, others, size)
+        return dims
 
-    # -- decisions ---------------------------------------------------------------------
-
-    def _decide(self, call: Call, given: Given, readings: list[Reading]) -> Reading:
-        """Chooses the right reading, by trials with other numbers of samples."""
-        sizes = {n for _, _, x in given.tensors for n in x.shape} - {0}
-        # More than there are: code that looks rows up finds too few in a table.
-        most = max(r.size for r in readings)
-        primes = (n for n in _PRIMES if all(m % n for m in sizes))
-        count = min(primes, key=lambda n: (n <= most, n))
-        ran: list[tuple[Reading, list[T]]] = []
-        refused: Refused | None = None
-        for grad in (False, True):  # with a graph only if the model's code needs one
-            for r in readings if not ran else ():
-                with torch.set_grad_enabled(grad), suppress(Exception):
-                    try:  # a reading that fails is not the right one
-                        ran.append((r, self._try(call, given, r, count)))
-                    except Refused as error:
-                        refused = error
-        found = [x for x in ran if self._fits(x[1], count)] or ran
-        first = readings[0]
-        if found and found[0][0].dims.count(None) > first.dims.count(None):
-            with torch.no_grad(), suppress(Exception):  # or does it run on multiples?
-                self._try(call, given, first, 2 * first.size)
-                found = []
-        if len(found) > 1:  # a mask of ones fits any number of samples
-            found = self._run_with_zeros(call, given, found, count) or found
-        same = True
-        if len(found) > 1:  # which of them give rows that equal samples alone?
-            alone: dict[Reading, list[tuple[list[T], list[T] | None]]] = {}
-            for r, outputs in found:
-                with torch.enable_grad():
-                    calls = [self._try_alone(call, given, r, i) for i in range(r.size)]
-                if self._by_rows(outputs, [own for own, _ in calls], count):
-                    alone[r] = calls
-            same = found[0][0] in alone
-            same = same and all(self._alike(calls) for calls in zip(*alone.values()))
-            found = [x for x in found if not same or x[0] in alone]
-        if len(found) == 1:
-            self._learn(given, found[0][0], sure=True)
-        elif not found and refused is not None:  # for another reason than its inputs
-            raise refused
-        elif not found or not same:
-            self._refuse_doubtful(given, [r for r, _ in found] or readings)
-        return found[0][0]
-
-    def _run_with_zeros(
-        self, call: Call, given: Given, found: list[tuple[Reading, list[T]]], count: int
-    ) -> list[tuple[Reading, list[T]]]:
-        """Returns what of ``found`` runs where all that is in doubt is zero."""
-        tensors = list(given.tensors)
-        for k, dims in enumerate(zip(*(r.dims for r, _ in found))):
-            if len({*dims}) > 1:
-                tensors[k] = (*tensors[k][:2], torch.zeros_like(tensors[k][2]))
-        given, run = given._replace(tensors=tensors), []
-        for r, outputs in found:
-            with torch.no_grad(), suppress(Exception):
-                self._try(call, given, r, count)
-                run.append((r, outputs))
-        return run
-
-    def _try(
-        self, call: Call, given: Given, reading: Reading, count: int, first: int = 0
-    ) -> list[T]:
-        """Returns the outputs of the model for ``count`` samples."""
-        leaves = list(given.leaves)
-        for (i, _, x), d in zip(given.tensors, reading.dims):
-            x = x.detach()
-            if d is not None:
-                index = torch.arange(first, first + count, device=x.device)
-                index %= max(1, x.shape[d])
-                x = x.index_select(d, index)
-            leaves[i] = x
-        output = self.run(call, tree_unflatten(leaves, given.spec))
-        return [y for y in tree_leaves(output) if isinstance(y, T)]
-
-    def _try_alone(
-        self, call: Call, given: Given, reading: Reading, i: int
-    ) -> tuple[list[T], list[T] | None]:
-        """Returns the outputs for one sample, and their gradients if there are any."""
-        grads: list[T] | None = None
-
-        def with_gradients(inputs: Any) -> Any:
-            nonlocal grads
-            output = call(inputs)
-            with suppress(RuntimeError):
-                grads = self.gradients(output)
-            return output
-
-        outputs = self._try(with_gradients, given, reading, 1, i)
-        return outputs, grads
-
-    def _by_rows(self, whole: list[T], alone: list[list[T]], count: int) -> bool:
-        """True if rows of outputs equal samples alone, wherever their shapes agree."""
-        for i, y in enumerate(whole):
-            rows = y.chunk(count, min(self.batch_dim, y.dim() - 1)) if y.dim() else ()
-            for k, x in enumerate(rows):
-                own = alone[k % len(alone)][i : i + 1]
-                if len(rows) == count and own and own[0].shape == x.shape:
-                    if not _near(x, own[0]):
-                        return False
-        return True
-
-    def _alike(self, calls: Sequence[tuple[list[T], list[T] | None]]) -> bool:
-        """True if outputs and gradients agree; a gate of zero hides the outputs."""
-        same, first = [], calls[0][0]
-        for outputs, grads in calls:
-            if [y.shape for y in outputs] == [y.shape for y in first]:
-                same.append(([y for y in outputs if y.dim()], grads))
-        (outputs, grads), *others = same
-        return grads is not None and all(
-            _same(y, outputs, 1e-5, 1e-8)
-            and g is not None
-            and _same(g, grads, 1e-3, 1e-5)
-            for y, g in others
+    def _dim_of_square(self, given: Given, name: str, x: T) -> int:
+        """Returns the batch dim of what is as long in dim 0 as in dim 1."""
+        if name in self._batched:
+            return self._batched[name]
+        if name == given.tensors[0][1]:
+            return 0
+        self._refuse(
+            f"input {name} of shape {tuple(x.shape)} may be a state [layers, B, H], or "
+            "samples [B, T, H]",
+            "Begin with a batch of another size.",
+            name,
         )
 
-    def gradients(self, output: Any) -> list[T]:
-        """Returns gradients of a weighted sum of outputs, over their largest entry."""
-        params = [p for p in self.parameters() if p.requires_grad]
-        leaves = (y for y in tree_leaves(output) if isinstance(y, T) and y.dim())
-        outputs = [y for y in leaves if y.requires_grad]
-        along = [torch.linspace(1, 2, y.numel()).to(y).view_as(y) for y in outputs]
-        if not params or not outputs:
-            return []
-        found = torch.autograd.grad(outputs, params, along, allow_unused=True)
-        grads = [g for g in found if g is not None and g.numel()]
-        largest = max((float(g.abs().max()) for g in grads), default=0.0)
-        return [g / (largest or 1.0) for g in grads]
-
-    def _fits(self, output: list[T], count: int) -> bool:
-        """True if ``count`` divides the rows of the first output."""
-        first = next((y for y in output if y.is_floating_point() and y.dim()), None)
-        return first is None or (
-            first.shape[min(self.batch_dim, first.dim() - 1)] % count == 0
-        )
-
-    def _learn(self, given: Given, reading: Reading, sure: bool) -> None:
-        """Remembers inputs by name; ``sure`` if no other reading is possible."""
-        others = {
-            n
-            for (_, _, x), at in zip(given.tensors, reading.dims)
-            for axis, n in enumerate(x.shape)
-            if axis != at
-        }
-        for (_, name, x), d in zip(given.tensors, reading.dims):
-            if d is None:
-                if sure or reading.size not in x.shape:
-                    self._tables.setdefault(name, set()).add(x.shape)
-            elif sure:
-                self._dims[name, x.dim()] = d
-            elif reading.size not in others:
-                sizes = self._sizes.setdefault((name, x.dim()), set())
-                sizes.add(reading.size)
-                if len(sizes) > 1:  # its length follows the batch size
-                    self._dims[name, x.dim()] = d
+    def _tell_of_tables(self, given: Given, dims: Sequence[int | None]) -> None:
+        """Warns of an input with samples that is the same tensor in two calls."""
+        same = []
+        for (_, name, x), dim in zip(given.tensors, dims):
+            before, written = self._last.get(name, (lambda: None, 0))
+            self._last[name] = weakref.ref(x), version(x)
+            if before() is x and written == version(x) and dim is not None:
+                if x.shape[dim] > 1:
+                    same.append(name)
+        if same and given.tensors[0][1] not in same:
+            warn_once(
+                self,
+                "tables",
+                f"{self.name}: {', '.join(same)} is read as samples, of which each "
+                "sees its row, and is one tensor in several calls. If all samples "
+                f"share it, name it: make_private(shared={same}).",
+            )
 
     # -- errors ------------------------------------------------------------------------
 
@@ -454,20 +356,22 @@ class InputReader:
             name,
         )
 
-    def _refuse_doubtful(self, given: Given, readings: list[Reading]) -> NoReturn:
-        columns = zip(given.tensors, zip(*(r.dims for r in readings)))
-        doubtful = [(n, x.shape) for (_, n, x), dims in columns if len(set(dims)) > 1]
-        shapes = ", ".join(f"{name} {tuple(shape)}" for name, shape in doubtful)
-        last = doubtful[-1][0]
-        if last.partition("[")[0] in given.lists:
-            self._refuse_items(given, last.partition("[")[0])
+    def _refuse_others(
+        self, given: Given, others: list[tuple[str, T]], size: int
+    ) -> NoReturn:
+        names = [name for name, _ in others]
+        shapes = " and ".join(f"{name} {tuple(x.shape)}" for name, x in others)
+        bags = any(isinstance(m, nn.EmbeddingBag) for m in self.module.modules())
+        take = "opacus_ext.take.bags" if bags else "function"
+        one = len(others) == 1
         self._refuse(
-            f"it can't be told which of {shapes} are samples, and which all samples "
-            "share: the model runs in several ways, or with one number of samples only",
-            f"Name those that all samples share: make_private(shared={[last]}); or "
-            "give make_private(take=function), where function(inputs, i) gives sample "
-            "i as a batch of one.",
-            last,
+            f"input{'' if one else 's'} {shapes} {'is' if one else 'are'} not as long "
+            f"as the batch of {size} sample{'s' * (size != 1)}",
+            f"If all samples share {'it' if one else 'them'}: make_private(shared="
+            f"{names}). {self._other_dim(given, size)}If samples are in it in another "
+            f"way, make_private(take={take}), where function(inputs, i) gives sample i "
+            "as a batch of one.",
+            names[0],
         )
 
     def _refuse(self, what: str, remedy: str, name: str | None = None) -> NoReturn:
@@ -477,10 +381,10 @@ class InputReader:
 
     # -- samples -----------------------------------------------------------------------
 
-    def _inputs(self, given: Given, reading: Reading) -> Inputs:
+    def _inputs(self, given: Given, size: int, dims: list[int | None]) -> Inputs:
         leaves, trained = list(given.leaves), []
         by_sample = [False] * len(leaves)
-        pairs = zip(given.tensors, reading.dims)
+        pairs = zip(given.tensors, dims)
         cut = [(i, x, d) for (i, _, x), d in pairs if d is not None]
         tensors = [x.detach() for _, x, _ in cut]
         for (i, x, d), own in zip(cut, set_apart(tensors, [d for *_, d in cut])):
@@ -496,9 +400,9 @@ class InputReader:
                     "Make what computes it a part of the model, or detach() it.",
                     name,
                 )
-        samples = Samples(None, leaves, by_sample, given.spec, reading.size)
+        samples = Samples(None, leaves, by_sample, given.spec, size)
         whole = tree_unflatten(given.leaves, given.spec)
-        return Inputs([samples], reading.size, trained, samples.zeros, whole)
+        return Inputs([samples], size, trained, samples.zeros, whole)
 
 
 def _of_both(take: Take) -> Take:
@@ -525,26 +429,3 @@ def _of_both(take: Take) -> Take:
     if hasattr(take, "size"):
         vars(both)["size"] = size
     return both
-
-
-def _whole(x: T) -> T:
-    """Returns all of a tensor that is split, so that all processes decide alike."""
-    return x.full_tensor() if isinstance(x, DTensor) else x
-
-
-def _near(x: T, y: T) -> bool:
-    """True if tensors differ by accumulated rounding at most."""
-    x, y = _whole(x), _whole(y)
-    coarse = x.dtype.itemsize < 4 or torch.is_autocast_enabled(x.device.type)
-    part = 0.1 if coarse else 1e-3 if x.dtype.itemsize == 4 else 1e-6
-    sizes = y.to(torch.float64).abs()
-    largest = float(sizes[sizes.isfinite()].max()) if sizes.isfinite().any() else 0.0
-    return torch.allclose(x, y, part, part * largest, equal_nan=True)
-
-
-def _same(output: list[T], other: list[T], rtol: float, atol: float) -> bool:
-    """True if two calls gave the same outputs within the tolerances."""
-    return len(output) == len(other) and all(
-        a.shape == b.shape and torch.allclose(a, b, rtol, atol, equal_nan=True)
-        for a, b in zip(map(_whole, output), map(_whole, other))
-    )

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch.nn.parallel import DistributedDataParallel as DDP
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from opacus_ext.grad_sample.adapter.compiled import CompiledModel, InsideLoss
 from opacus_ext.grad_sample.adapter.forward import ForwardRecord
@@ -110,7 +110,7 @@ class PrivateModel:
         self.one_by_one = one_by_one
         self.enabled, self.running, self.compiles = True, False, False
         self.names = {p: n for n, p in module.named_parameters()}
-        given = module, self.tried, self.batch_dim, take, shared
+        given = module, self.batch_dim, take, shared
         self.inputs = self.reader_type(*given)
         self.state = State(module)
         self.backward: Callable = lambda record, grads: [None] * len(record.leaves)
@@ -253,7 +253,7 @@ class PrivateModel:
         try:
             with self.telling("forward pass"):
                 self.check_hooks()
-                inputs = self.inputs.read(forward, args, kwargs)
+                inputs = self.inputs.read(args, kwargs)
                 record = self.record_type(self, inputs, forward)
                 if settings and self._can_compile(settings, inputs, module):
                     record.compiled = self._compiled_in(settings)
@@ -285,7 +285,7 @@ class PrivateModel:
 
         with self.telling("forward pass"):
             self.check_hooks()
-            inputs = self.read_losses(kwargs, loss_of)
+            inputs = self.inputs.read((), kwargs)
             return self._losses(inputs, loss)
 
     def _losses(self, inputs: Inputs, loss: Callable[[Any], T], *total: Any) -> T:
@@ -293,22 +293,6 @@ class PrivateModel:
         if self.settings is not None and self._can_compile(self.settings, inputs):
             record.inside = partial(self._compiled_in, self.settings)
         return record.losses()
-
-    def read_losses(self, kwargs: dict[str, Any], loss_of: Callable) -> Inputs:
-        """Reads the inputs of :meth:`losses`, with all outputs of the model."""
-
-        def forward(sample: Any) -> Any:
-            found = []
-
-            def model(**given: Any) -> Any:
-                found.append(self.module._call_impl(**given))
-                return found[-1]
-
-            loss = loss_of(model, **sample[1])
-            leaves = [x for x in tree_leaves(found) if isinstance(x, T)]
-            return loss, [torch.zeros(x.shape[:2]) for x in leaves if x.dim()]
-
-        return self.inputs.read(forward, (), kwargs)
 
     def clip(self, samples: list[Samples], loss: Callable[[Any], T], total: Any) -> T:
         """

@@ -31,11 +31,27 @@ class Counter(Protocol):
 
 
 class Draw(NamedTuple):
-    """A batch: the loader's counter, the number of its draw, and of it or its part."""
+    """
+    A batch: the loader's counter, the number of its draw, and of it or its part, with
+    the number of records in this.
+    """
 
     counter: Counter
     number: int
     part: int
+    size: int
+
+
+class Doubt(NamedTuple):
+    """
+    Why gradients may not enter a step: they seem to be of records that were ``drawn``,
+    and of another number of samples. If they ``counts``, these samples may be parts of
+    what was drawn; others are known to be something else if the step has other samples.
+    """
+
+    error: Refused
+    drawn: int
+    counts: bool
 
 
 _draws = WeakIdKeyDictionary()  # by tensor
@@ -48,6 +64,11 @@ def mark(batch: Any, draw: Draw) -> None:
             _draws[x] = draw
 
 
+def draw_of(x: T) -> Draw | None:
+    """Returns the draw that a tensor is of, if it is one that the loader gave."""
+    return _draws.get(x)
+
+
 class Pass(NamedTuple):
     """
     One backward pass.
@@ -57,12 +78,14 @@ class Pass(NamedTuple):
         draws: of which its inputs are known to be
         taken: number of batches that the loop had taken from the model's loader
         inputs: tensors with their versions, if nothing else tells of their draw
+        doubt: why they may not enter a step
     """
 
     size: int
     draws: frozenset[Draw]
     taken: int
     inputs: tuple[tuple[T, int], ...]
+    doubt: Doubt | None = None
 
     def has_inputs_of(self, other: Pass) -> bool:
         """Returns True if both have the same inputs, of one place or of equal bits."""
@@ -118,7 +141,10 @@ class Passes:
             for x in tensors
             if not known and x.numel() and not x.is_inference()
         ]
-        new, others = Pass(size, draws, taken, tuple(inputs)), [*self._kept, *self._new]
+        doubts = (r.inputs.doubt for r in records)
+        doubt = next((x for x in doubts if x is not None), None)
+        new = Pass(size, draws, taken, tuple(inputs), doubt)
+        others = [*self._kept, *self._new]
         again = any(new.draws & x.draws or new.has_inputs_of(x) for x in others)
         if again or drawn is not None and self._are_too_many(new, others, drawn):
             raise Refused(
@@ -135,6 +161,21 @@ class Passes:
         unknown = (x for x in others if not (x.draws and new.draws))
         same = sum(x.size for x in unknown if x.taken == new.taken)
         return same > 0 and same + new.size > drawn
+
+    def check(self) -> None:
+        """
+        Called before a step.
+
+        Raises:
+            Refused: if a pass is in doubt, and the step has not as many other samples
+                as were drawn
+        """
+        passes = [*self._kept, *self._new]
+        doubts = [x.doubt for x in passes if x.doubt is not None]
+        certain = sum(x.size for x in passes if x.doubt is None or x.doubt.counts)
+        for doubt in doubts:
+            if certain < doubt.drawn:
+                raise doubt.error
 
     def keep(self) -> None:
         """Called when gradients are added to the sum of a logical batch."""

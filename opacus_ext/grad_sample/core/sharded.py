@@ -39,7 +39,7 @@ from opacus_ext.refused import (
 T = torch.Tensor
 
 # What a process says when all meet: bits of a number, of which each is told the union.
-MORE, ALONE, TRIAL, GRADIENTS, READS, FAILED = 1, 2, 4, 8, 16, 32
+MORE, ALONE, READS, FAILED = 1, 2, 4, 8
 _BACKWARD, _WITHOUT_MODEL = -1, -2  # places where a backward pass begins
 _OUTPUTS = 1024  # that a model may have in one process, and not in another
 
@@ -84,7 +84,7 @@ class Rounds:
         places, which are numbers. A process that has failed says at which stage.
         """
         who = dist.get_rank() * len(STAGES) + stage if flags & FAILED else -1
-        bits = torch.tensor([*(flags >> i & 1 for i in range(6)), place, -place, who])
+        bits = torch.tensor([*(flags >> i & 1 for i in range(4)), place, -place, who])
         try:
             dist.all_reduce(bits, dist.ReduceOp.MAX, group=self._group)
         except RuntimeError as error:
@@ -200,23 +200,6 @@ class Rounds:
             if said & FAILED:
                 raise FailedElsewhere
             self.watching = bool(said & READS)
-
-    def try_out(self, trial: Callable[[int], Any], flags: int) -> Any:
-        """Runs a trial that this process needs; others :meth:`follow`."""
-        while True:
-            said = self.meet(flags)
-            self.reshard()
-            self.watching = True
-            with suppress(FailedElsewhere):
-                return self.run(partial(trial, said), lambda: True)
-
-    def follow(self, zeros: Callable[[int], Any]) -> None:
-        """Takes part in trials of others by a pass of its own, until none needs one."""
-        while (said := self.meet(0)) & TRIAL:
-            self.reshard()
-            self.watching = True
-            with suppress(FailedElsewhere):
-                self.run(partial(zeros, said), lambda: True)
 
     def reset(self) -> None:
         """Frees what a pass that failed has gathered, in all processes alike."""

@@ -14,16 +14,13 @@ import torch
 from torch import nn
 
 from opacus_ext.grad_sample.adapter.forward import ForwardRecord, GroupOutputs
-from opacus_ext.grad_sample.adapter.inputs import Call, InputReader, Inputs
+from opacus_ext.grad_sample.adapter.inputs import InputReader, Inputs
 from opacus_ext.grad_sample.adapter.model import PrivateModel
 from opacus_ext.grad_sample.adapter.outputs import Returned
 from opacus_ext.grad_sample.core.clip import ClippedSum
 from opacus_ext.grad_sample.core.gradients import gradients_alone, gradients_of_group
 from opacus_ext.grad_sample.core.groups import Samples
 from opacus_ext.grad_sample.core.sharded import (
-    GRADIENTS,
-    TRIAL,
-    Rounds,
     ShardedSum,
     Shards,
     in_rounds,
@@ -105,39 +102,17 @@ class ShardedForward(ForwardRecord):
 
 
 class ShardedReader(InputReader):
-    """Finds the samples, and takes part in the trials of other processes."""
+    """Finds the samples, of which a process may have none."""
 
-    rounds: Rounds
-    follows = False  # True while this process takes part in a trial of another
-    with_gradients = False  # True while a trial needs gradients
     without_samples = False  # True while a call has a form of inputs, and no samples
 
-    def read(self, call: Call, args: tuple, kwargs: dict) -> Inputs:
+    def read(self, args: tuple, kwargs: dict) -> Inputs:
         """See :class:`~adapter.inputs.InputReader`."""
-        inputs = super().read(call, args, kwargs)
-
-        def zeros(said: int) -> None:
-            with torch.set_grad_enabled(bool(said & GRADIENTS)):
-                output = self.run(call, inputs.zeros())
-                if said & GRADIENTS:
-                    self.gradients(output)
-
-        self.follows = True
-        try:
-            self.rounds.follow(zeros)
-        finally:
-            self.follows = False
+        inputs = super().read(args, kwargs)
         if not self.without_samples:
             return inputs
         none = [some.select(torch.arange(0)) for some in inputs.samples]
         return inputs._replace(samples=none, size=0)
-
-    def _try_alone(self, *args: Any) -> Any:
-        self.with_gradients = True
-        try:
-            return super()._try_alone(*args)
-        finally:
-            self.with_gradients = False
 
 
 class ShardedModel(PrivateModel):
@@ -151,11 +126,10 @@ class ShardedModel(PrivateModel):
     def __init__(self, module: nn.Module, *args: Any, **kwargs: Any):
         super().__init__(module, *args, **kwargs)
         self.shards = shards = Shards(module)
-        self.rounds = self.inputs.rounds = shards.rounds
+        self.rounds = shards.rounds
         self.handles, self.gathered = self.rounds.handles, shards.gathered
         self.mesh = shards.mesh
         self.vmap_fails = self.mesh is not None
-        self.inputs.parameters = self.gathered.values
         self.state.also_holds(self.gathered.values())
         self.names.update({p: n for n, p in self.gathered.items()})
 
@@ -172,25 +146,6 @@ class ShardedModel(PrivateModel):
     def begin_backward(self, through: bool) -> None:
         """See :class:`~adapter.model.PrivateModel`."""
         self.rounds.begin_backward(through)
-
-    def tried(self, call: Call, inputs: Any) -> Any:
-        """Tries a call, or follows the trial of another process."""
-        tried, reader = super().tried, self.inputs
-        if reader.follows:
-            return tried(call, inputs)
-
-        def with_gradients(inputs: Any) -> Any:
-            with torch.enable_grad():
-                output = call(inputs)
-            reader.gradients(output)
-            return output
-
-        def trial(said: int) -> Any:
-            more = said & GRADIENTS and not reader.with_gradients  # for another process
-            return tried(with_gradients if more else call, inputs)
-
-        said = TRIAL | GRADIENTS * reader.with_gradients
-        return self.rounds.try_out(trial, said)
 
     def run(self, forward: Any) -> None:
         """Runs all samples in rounds."""
