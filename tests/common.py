@@ -210,7 +210,15 @@ def make_private(
 
 
 def run_mode(
-    mode, wrap, model, batch, loss_fn, clipping="flat", max_grad_norm=1.0, batched=None
+    mode,
+    wrap,
+    model,
+    batch,
+    loss_fn,
+    clipping="flat",
+    max_grad_norm=1.0,
+    batched=None,
+    **kwargs,
 ):
     """The clipped sums by parameter, told from the parameters' update in one step."""
     model = copy.deepcopy(model)
@@ -223,6 +231,7 @@ def run_mode(
         batch_size=size,
         max_grad_norm=max_grad_norm,
         clipping=clipping,
+        **kwargs,
     )
     private.step(batch, loss_fn)
     after = trainable(model)
@@ -269,6 +278,7 @@ def check(
     max_grad_norm=None,
     tolerance=1e-8,
     grads=None,
+    **kwargs,
 ):
     """One step of a mode equals the oracle. C clips half the samples by default.
 
@@ -280,7 +290,7 @@ def check(
     if grads is None:
         grads = oracle(model, batch, loss_fn, batched)
     c = half_clipped(grads) if max_grad_norm is None else max_grad_norm
-    got = run_mode(mode, wrap, model, batch, loss_fn, "flat", c, batched)
+    got = run_mode(mode, wrap, model, batch, loss_fn, "flat", c, batched, **kwargs)
     assert_same(got, clipped_sum(grads, "flat", c), tolerance, f"{mode}")
 
 

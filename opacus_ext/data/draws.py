@@ -155,11 +155,21 @@ class Splits(_SharedOut, BatchSplittingSampler):
         if hasattr(self.sampler, "__dict__"):
             self.sampler.__dict__["is_split"] = True  # see optimizers/loop.py
         if self.place is None:
-            return super().__iter__()
+            return self._told(super().__iter__())
         # Without workers only whole draws are counted (optimizers/loop.py), so that
         # each process may split them as it needs.
         workers = self.optimizer.ahead_of_workers
-        return Counted(self._parts(), self.optimizer if workers else None)
+        parts = self._told(self._parts())
+        return Counted(parts, self.optimizer if workers else None)
+
+    def _told(self, parts: Iterator[List[int]]) -> Iterator[List[int]]:
+        """Notes the sizes of parts that workers collate."""
+        counter = getattr(self.optimizer, "draws", None)
+        ahead = getattr(self.optimizer, "ahead_of_workers", 0)
+        for part in parts:
+            if counter is not None and ahead:
+                counter.sizes.append(len(part))
+            yield part
 
     def _parts(self) -> Iterator[List[int]]:
         for own in self.sampler:

@@ -8,7 +8,8 @@ any more, so that such a step counts as one on all records.
 from __future__ import annotations
 
 import weakref
-from typing import Any, Collection, Dict, NamedTuple, Optional, Set
+from collections import deque
+from typing import Any, Collection, Deque, Dict, NamedTuple, Optional, Set
 
 import torch
 
@@ -61,6 +62,8 @@ class DrawCounter:
         self._optimizer = weakref.ref(optimizer)
         self._taken_before = 0  # batches taken in earlier iterations
         self._asked = self._drawn = self._ahead = 0  # in this iteration
+        #: Numbers of records of the batches, or parts, that the loop may be at.
+        self.sizes: Deque[int] = deque(maxlen=4)
         self._draws = self._collated = 0  # in all
         self._last: Dict[int, _Batch] = {}  # the last batches, by their count
         self._batch = _Batch(0, 0)

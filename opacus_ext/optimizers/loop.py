@@ -65,9 +65,9 @@ class CountingCollate:
             return batch
         inputs, size = self._inputs(), len(records)
         if inputs is not None:
-            inputs.drawn.append(size)
             inputs.ones = inputs.ones or size > 1 and _has_ones(batch)
         if self.counter is not None:
+            self.counter.sizes.append(size)
             mark(batch, self.counter.collate(size))
         return batch
 
@@ -167,10 +167,9 @@ def watch_loader(
     shared_out = _is_shared_out(loader, batches)
     # Sizes of the batches that may be at hand, as workers and loops draw ahead.
     sizes: deque[int] = deque(maxlen=4 + optimizer.ahead)
-    if inputs is not None:
-        inputs.drawn = deque(maxlen=4 + optimizer.ahead)
+    inputs.drawn = counter.sizes = deque(maxlen=4 + optimizer.ahead)
 
-    def batches_of(self: Any) -> Iterator[List[int]]:
+    def batches_of(self: Any, is_split: bool) -> Iterator[List[int]]:
         dp_optimizer: Any = own()
         inputs = reader()
         several = hasattr(dp_optimizer, "drawn") and dp_optimizer.world_size > 1
@@ -192,11 +191,11 @@ def watch_loader(
         for batch in kind.__iter__(self):
             counter.draw(len(batch), state, _rate_of(self))
             sizes.append(len(batch))
+            if ahead and not is_split:  # its records are collated elsewhere
+                counter.sizes.append(len(batch))
             largest = max(largest, len(batch))
             if inputs is not None:
                 inputs.most = max(sizes)
-                if ahead:  # its records are collated elsewhere
-                    inputs.drawn.append(len(batch))
             yield batch
             state = _state_of_draws(self)
         if inputs is not None:
@@ -206,7 +205,7 @@ def watch_loader(
         # Splits ask for a batch, and not for each of its parts.
         is_split = vars(self).pop("is_split", False)
         counter.begin(0 if is_split else ahead)
-        return Counted(batches_of(self), own(), counter)
+        return Counted(batches_of(self, is_split), own(), counter)
 
     # Python looks the method up on the class, so the sampler gets a class of its own.
     watched = type(kind.__name__, (kind,), {"__iter__": begin})

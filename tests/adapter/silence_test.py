@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize
 from torch.utils.checkpoint import checkpoint
+from torch.utils.data import TensorDataset
 
 import opacus_ext
 from opacus_ext import Refused
@@ -420,6 +421,7 @@ INPUTS = {
         f"{how} {'taken' if taken else 'of sequences'}": sequences(how, taken)
         for how in ("list", "tuple", "args", "dict")
         for taken in (False, True)
+        if taken or how != "args"
     },
 }
 TABLES = {
@@ -885,6 +887,18 @@ def test_backward_inside(mode, opaque):
 
 
 # -- what the loader tells -------------------------------------------------------------
+
+
+@pytest.mark.parametrize("length", [2, 4])
+@pytest.mark.parametrize("moved", [False, True])
+def test_arguments_that_are_records(length, moved):
+    """As many as were drawn, also if each is as long."""
+    data = TensorDataset(torch.randn(8, length, D).double())
+    private = make_private(Arguments().double(), "hooks", dataset=data, batch_size=4)
+    private.loader.collate_fn.collate = lambda xs: [x for (x,) in xs]
+    xs = next(x for x in private.loader if len(x) == 4)
+    with pytest.raises(Refused, match="4 items of input xs may be samples"):
+        private.module(*(x.clone() if moved else x for x in xs))
 
 
 def test_each_record_twice_is_refused_where_draws_differ_in_size():

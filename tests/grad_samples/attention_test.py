@@ -5,9 +5,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from opacus_ext import Refused
-from tests.common import run_mode, squares
-from tests.grad_samples.rule_case import MODE, RuleCase, RuleTests
+from tests.grad_samples.rule_case import RuleCase, RuleTests
 
 pytestmark = pytest.mark.filterwarnings("ignore:Support for mismatched")
 
@@ -62,10 +60,3 @@ class TestAttention(RuleTests):
             without=("test_ways",),
         ),
     }
-
-
-def test_samples_attend_to_each_other():
-    """``[B, d]`` is one unbatched sequence: refused."""
-    model, x = attention(batch_first=False)().double(), torch.randn(3, 4).double()
-    with pytest.raises(Refused, match="the model"):
-        run_mode(*MODE, model, x, lambda m, x: squares(m(x, x, x)[0]))

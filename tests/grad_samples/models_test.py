@@ -105,7 +105,7 @@ def test_several_named_inputs():
         batch = {n: torch.randint(V, (4, k)) for n, k in (("source", S), ("target", T))}
         batch["places"] = torch.arange(T)
         named = ["source", "target"]
-        exact(model, batch, square_loss, batched=named)
+        exact(model, batch, square_loss, batched=named, shared=["places"])
 
 
 @pytest.mark.parametrize("used", [(0,), (1,), (0, 1)])

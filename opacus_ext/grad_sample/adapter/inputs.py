@@ -279,15 +279,18 @@ class InputReader:
             else:
                 outside = outside or self._length(x) == size
         for top, count in given.lists.items():
-            known = inside[top] and all(
-                name in self._batched or self._is_state(x) for name, x in inside[top]
+            tensors = inside[top]
+            known = tensors and all(
+                name in self._batched or self._is_state(x) for name, x in tensors
             )
-            if known or size < 2:
+            # Fields of records differ in kind, where items are all of one.
+            kinds = {(x.dtype, x.shape[1:]) for _, x in tensors}
+            if known or size < 2 or len(kinds) > 1:
                 continue
             of_records = count == size or count in [*self.drawn][-1:]
-            if top == self._rest:  # a wrapper of a model, it may be
-                of_records = of_records and not outside
-            elif inside[top]:
+            if top == self._rest:  # a wrapper's, of a model with several inputs
+                of_records = of_records and bool(self.drawn)
+            elif tensors:
                 of_records = of_records or not outside
             if of_records:
                 self._refuse_items(given, top)
