@@ -897,7 +897,7 @@ def test_arguments_that_are_records(length, moved):
     private = make_private(Arguments().double(), "hooks", dataset=data, batch_size=4)
     private.loader.collate_fn.collate = lambda xs: [x for (x,) in xs]
     xs = next(x for x in private.loader if len(x) == 4)
-    with pytest.raises(Refused, match="4 items of input xs may be samples"):
+    with pytest.raises(Refused, match="items of input xs may be|which part is of"):
         private.module(*(x.clone() if moved else x for x in xs))
 
 

@@ -1,0 +1,211 @@
+"""Which inputs are samples: by what the loader drew, over draws of any size."""
+
+import copy
+from typing import Any, Callable, NamedTuple, Optional
+
+import pytest
+import torch
+from opacus.utils.batch_memory_manager import BatchMemoryManager
+from torch import nn
+from torch.utils.data import Dataset
+
+import opacus_ext
+from opacus_ext import Refused
+from tests.common import assert_same, clipped_sum, make_private, oracle, squares
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+RECORDS, D, T, K, C = 12, 3, 5, 4, 0.5
+
+
+class Records(Dataset):
+    """Sequences with lengths."""
+
+    def __init__(self):
+        generator = torch.Generator().manual_seed(0)
+        self.x = torch.randn(RECORDS, T, D, generator=generator).double()
+        self.lengths = torch.randint(1, T + 1, (RECORDS,), generator=generator)
+
+    def __len__(self):
+        return RECORDS
+
+    def __getitem__(self, i):
+        return self.x[i], self.lengths[i]
+
+
+def flat(records):
+    """Tokens ``[N, D]``, those of a record behind those of another."""
+    return torch.cat([x[:n] for x, n in records]), torch.stack([n for _, n in records])
+
+
+def packed(records):
+    return (flat(records)[0][None],)
+
+
+def packed_with_lengths(records):
+    tokens, lengths = flat(records)
+    return tokens[None], lengths
+
+
+def time_first(records):
+    return (torch.stack([x for x, _ in records], 1),)
+
+
+def padded(records):
+    return torch.stack([x for x, _ in records]), torch.stack([n for _, n in records])
+
+
+def with_places(records):
+    return *padded(records), torch.linspace(-1, 1, T * D).double().view(1, T, D)
+
+
+class Model(nn.Module):
+    """Sequences, and lengths or a table."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = nn.Linear(D, K), nn.Linear(K, 2)
+
+    def forward(self, x):
+        return self.two(self.one(x).tanh().mean(1))
+
+
+class WithLengths(Model):
+    def forward(self, x, lengths):
+        keep = torch.arange(x.shape[1]) < lengths[:, None]
+        return self.two((self.one(x).tanh() * keep[..., None]).sum(1))
+
+
+class WithTable(Model):
+    def forward(self, x, table):
+        keys = self.one(table.reshape(-1, D)).tanh()
+        return self.one(x).mean(1) @ keys.mT
+
+
+class OfTokens(Model):
+    """Sums of parts of a row of tokens, by lengths."""
+
+    def forward(self, tokens, lengths):
+        each = tokens.split(lengths.tolist(), tokens.dim() - 2)
+        return torch.stack([self.one(x).tanh().flatten(0, -2).sum(0) for x in each])
+
+
+class Alone(Model):
+    """Takes what vmap can't run."""
+
+    def forward(self, x):
+        return super().forward(x.clone().requires_grad_().detach())
+
+
+class Case(NamedTuple):
+    """
+    Attributes:
+        inputs: the model's inputs by the batch and a table
+        refused: words of the refusal; None if it is exact
+        batched: the inputs that have samples
+    """
+
+    model: Callable[[], nn.Module]
+    collate: Callable[[Any], Any] = padded
+    inputs: Callable[[Any, Any], tuple] = lambda batch, table: batch[:1]
+    refused: Optional[str] = None
+    kwargs: dict = {}
+    batched: tuple = (0,)
+
+
+def beside(table):
+    """The inputs with a table, or what makes one."""
+    return lambda batch, bank: (batch[0], table(batch[0], bank))
+
+
+BANK = beside(lambda x, bank: bank)
+ONES = beside(lambda x, bank: torch.linspace(-1, 1, T * D).double().view(1, T, D))
+PLACES = beside(lambda x, bank: torch.linspace(-1, 1, T * D).double().view(T, D))
+EVERYTHING = lambda batch, bank: batch  # noqa: E731
+CASES = {
+    "samples": Case(Model),
+    "two of samples": Case(WithLengths, inputs=EVERYTHING, batched=(0, 1)),
+    "a table": Case(WithTable, inputs=BANK, kwargs=dict(shared=["table"])),
+    "a table, not named": Case(
+        WithTable, inputs=BANK, refused=r"table \(4, 3\) is not as .*shared=\['table'\]"
+    ),
+    "a table of one": Case(WithTable, inputs=ONES),
+    "places": Case(WithTable, inputs=PLACES, kwargs=dict(shared=["table"])),
+    "places, not named": Case(
+        WithTable, inputs=PLACES, refused=r"table \(5, 3\) is not as long"
+    ),
+    "places of the loader": Case(
+        WithTable,
+        *(with_places, lambda batch, bank: (batch[0], batch[2])),
+        r"table \(1, 5, 3\) is not as long",
+    ),
+    "flat tokens": Case(
+        OfTokens, flat, EVERYTHING, r"tokens \(\d+, 3\) is not as long.*take="
+    ),
+    "packed": Case(Model, packed, refused=r"the loader drew \d+ records"),
+    "packed, with lengths": Case(
+        *(OfTokens, packed_with_lengths, EVERYTHING),
+        r"tokens \(1, \d+, 3\) is not as long",
+    ),
+    "time first": Case(
+        Model, time_first, refused=r"loader drew \d+ records.*batch_first=False"
+    ),
+    "transposed": Case(
+        Model,
+        inputs=lambda batch, bank: (batch[0].transpose(0, 1),),
+        refused=r"loader drew \d+ records.*x.transpose\(0, 1\)",
+    ),
+}
+
+
+class Loop:
+    """A private model, its batches, and singles."""
+
+    def __init__(self, case, mode, **kwargs):
+        torch.manual_seed(0)
+        self.case, self.model = case, case.model().double()
+        self.bank = torch.randn(K, D).double()
+        self.private = make_private(
+            self.model,
+            mode,
+            batch_size=4,
+            dataset=Records(),
+            max_grad_norm=C,
+            poisson_sampling=True,
+            **case.kwargs,
+            **kwargs,
+        )
+        self.private.loader.collate_fn.collate.wrapped_collator_fn = case.collate
+
+    def run(self, moved, loader=None):
+        for _ in range(4):
+            for batch in loader or self.private.loader:
+                if moved:  # as to another device
+                    batch = [x.clone() for x in batch]
+                inputs = self.case.inputs(batch, self.bank)
+                if self.case.refused is None:
+                    self.step(inputs)
+                else:
+                    self.private.step(inputs, self.call)
+
+    def call(self, m, inputs):
+        return squares(m(*inputs))
+
+    def step(self, inputs):
+        grads = oracle(copy.deepcopy(self.model), inputs, self.call, self.case.batched)
+        before = copy.deepcopy(self.model.state_dict())
+        self.private.step(inputs, self.call)
+        after, scale = self.model.state_dict(), 4
+        found = {n: (before[n] - after[n]) * scale for n in before}
+        assert_same(found, clipped_sum(grads, "flat", C), 1e-7)
+
+
+@pytest.mark.parametrize("mode", ["hooks", "ghost_bk", "scan"])
+@pytest.mark.parametrize("moved", [False, True])
+@pytest.mark.parametrize("name", CASES)
+def test_inputs(name, moved, mode):
+    loop = Loop(CASES[name], mode)
+    if CASES[name].refused is None:
+        loop.run(moved)
+        return
+    with pytest.raises(Refused, match=CASES[name].refused):
+        loop.run(moved)
