@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Optional
+from typing import Any, List, Optional
 
 from opacus_ext.clipping import CLIPPINGS
 from opacus_ext.misuse import check_number
@@ -32,6 +32,8 @@ class PrivacyArguments:
         clipping: "flat", "automatic", "normalized", "per_layer" or one that was
             registered
         grad_sample_mode: "auto", "ghost_bk", "ghost", "scan" or "hooks"
+        shared: names of what data_collator makes that all records of a batch share, a
+            table of positions, say; all else has a row for each record
         accountant: "prv_bounds", "prv" or "rdp" ("gdp" of Opacus can report too little)
         log_loss: logs the training loss, which is not private
         monitor: "private" logs clipping and gradient norms by
@@ -55,6 +57,9 @@ class PrivacyArguments:
     )
     clipping: str = _field("flat", "flat, automatic, normalized or per_layer")
     grad_sample_mode: str = _field("auto", "auto, ghost_bk, ghost, scan or hooks")
+    shared: Optional[List[str]] = _field(
+        None, "names of inputs that all records share", nargs="*"
+    )
     accountant: str = _field("prv", "prv_bounds, prv or rdp")
     log_loss: bool = _field(True, "log the training loss, which is not private")
     monitor: str = _field("off", "log clipping and norms: private or off")

@@ -369,8 +369,12 @@ class PrivateTrainer(Trainer):
             training.hooks.private.settings = settings
         model = self.accelerator.unwrap_model(model)  # DDP would add gradients up
         model.train()
+        shared: Dict[str, Any] = {}
         if batch.inputs is not None:  # without records the step is noise
-            samples, size = samples_of(dict(self._prepare_inputs(batch.inputs)))
+            inputs = dict(self._prepare_inputs(batch.inputs))
+            names = {*(self.privacy.shared or ())} & {*inputs}
+            shared = {name: inputs.pop(name) for name in names}
+            samples, size = samples_of(inputs)
             if size != (batch.records or 1):
                 raise Refused(
                     f"data_collator made {size} samples of {batch.records} records.",
@@ -381,11 +385,14 @@ class PrivateTrainer(Trainer):
         if not batch.records:  # one that is sharded takes part in others' passes
             samples = [x.select(torch.arange(0)) for x in samples]
         with self.compute_loss_context_manager():
-            loss = partial(self._record_loss, model)
+            loss = partial(self._record_loss, model, shared)
             return training.hooks.clip(training.optimizer, samples, loss).detach()
 
-    def _record_loss(self, model: nn.Module, record: Dict[str, Any]) -> torch.Tensor:
-        """Returns the loss of a record, a batch of one."""
+    def _record_loss(
+        self, model: nn.Module, shared: Dict[str, Any], record: Dict[str, Any]
+    ) -> torch.Tensor:
+        """Returns the loss of a record, a batch of one, with what all records share."""
+        record = {**record, **shared}
         owner = next(c for c in type(self).__mro__ if "compute_loss" in vars(c))
         # SFTTrainer's method computes numbers of the batch as well.
         if f"{owner.__module__}.{owner.__qualname__}" not in _STOCK:

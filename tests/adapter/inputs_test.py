@@ -9,7 +9,6 @@ from opacus.utils.batch_memory_manager import BatchMemoryManager
 from torch import nn
 from torch.utils.data import Dataset
 
-import opacus_ext
 from opacus_ext import Refused
 from tests.common import assert_same, clipped_sum, make_private, oracle, squares
 
@@ -87,13 +86,6 @@ class OfTokens(Model):
     def forward(self, tokens, lengths):
         each = tokens.split(lengths.tolist(), tokens.dim() - 2)
         return torch.stack([self.one(x).tanh().flatten(0, -2).sum(0) for x in each])
-
-
-class Alone(Model):
-    """Takes what vmap can't run."""
-
-    def forward(self, x):
-        return super().forward(x.clone().requires_grad_().detach())
 
 
 class Case(NamedTuple):
@@ -209,3 +201,126 @@ def test_inputs(name, moved, mode):
         return
     with pytest.raises(Refused, match=CASES[name].refused):
         loop.run(moved)
+
+
+class Scored(WithTable):
+    def forward(self, x, table):
+        return {"loss": super().forward(x, table).square().sum()}
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_tables_in_the_trainer(named, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    from opacus_ext.trainer import PrivacyArguments, PrivateTrainer
+
+    def collate(records):
+        return {"x": padded(records)[0], "table": torch.ones(K, D).double()}
+
+    model = Scored().double()
+    privacy = PrivacyArguments(
+        target_delta=1e-3,
+        noise_multiplier=1.0,
+        shared=["table"] if named else None,
+    )
+    arguments = transformers.TrainingArguments(
+        str(tmp_path),
+        max_steps=3,
+        per_device_train_batch_size=3,
+        remove_unused_columns=False,
+        report_to=[],
+        use_cpu=True,
+    )
+    trainer = PrivateTrainer(
+        model,
+        arguments,
+        train_dataset=Records(),
+        data_collator=collate,
+        privacy=privacy,
+    )
+    if named:
+        trainer.train()
+        assert trainer.state.global_step == 3
+        return
+    with pytest.raises(Refused, match="one first dim"):
+        trainer.train()
+
+
+@pytest.mark.parametrize("mode", ["hooks", "ghost_bk"])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_inputs_of_physical_batches(mode, workers):
+    loop = Loop(CASES["a table"], mode, workers=workers)
+    private, steps = loop.private, 0
+    with BatchMemoryManager(
+        data_loader=private.loader,
+        max_physical_batch_size=2,
+        optimizer=private.optimizer,
+    ) as loader:
+        for x, _ in loader:
+            private.step((x, loop.bank), loop.call)
+            steps += 1
+    assert steps > 3
+    loop = Loop(CASES["a table, not named"], mode, workers=workers)
+    with pytest.raises(Refused, match="is not as long"):
+        loop.run(False)
+
+
+@pytest.mark.parametrize("rows", [4, 16])
+def test_a_generator_before_a_private_model(rows):
+    """Its loss is on what is no record, and is no private call."""
+    loop = Loop(Case(lambda: Columns()), "hooks")
+    generator = nn.Linear(3, 4).double()
+    optimizer = torch.optim.SGD(generator.parameters(), 0.1)
+    private = loop.private
+    for _ in range(4):
+        for x, _ in private.loader:
+            x = x[:, 0].repeat(1, 2)[:, :4]
+            grads = oracle(copy.deepcopy(loop.model), (x,), loop.call, (0,))
+            before = copy.deepcopy(loop.model.state_dict())
+            private.step((x,), loop.call)
+            after = loop.model.state_dict()
+            found = {n: (before[n] - after[n]) * 4 for n in before}
+            assert_same(found, clipped_sum(grads, "flat", C), 1e-7)
+            private.optimizer.zero_grad()
+            fakes = generator(torch.randn(rows, 3).double())
+            private.module(fakes).sum().backward()
+            assert generator.weight.grad.any()
+            optimizer.step()
+            optimizer.zero_grad()
+            private.optimizer.zero_grad()
+
+
+class Columns(nn.Module):
+    """Rows of four columns, which are as many as some draws have records."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 1)
+
+    def forward(self, x):
+        return self.layer(x)
+
+
+def test_views_of_records_are_refused_at_the_step():
+    loop = Loop(CASES["samples"], "hooks")
+    ((x, _),) = [next(b for b in loop.private.loader if len(b[0]) > 1)]
+    loop.private.optimizer.zero_grad()
+    loop.private.backward((torch.cat([x, x + 1, x - 1]),), loop.call)
+    with pytest.raises(Refused, match="at most .* records"):
+        loop.private.optimizer.step()
+    assert not loop.private.engine.accountant.history
+
+
+def test_the_same_table_in_each_call_is_told():
+    """Where batches have one size, a table as long is read as samples."""
+    model = WithTable().double()
+    private = make_private(model, "ghost_bk", batch_size=K, dataset=Records())
+    bank = torch.randn(K, D).double()
+    with pytest.warns(UserWarning, match=r"table is read as samples.*shared=\['table'"):
+        for x, _ in private.loader:
+            private.step((x, bank), lambda m, inputs: squares(m(*inputs)))
+
+
+def test_shared_inputs_have_names():
+    with pytest.raises(Refused, match=r"shared=\['bank'\] are no inputs of WithTable"):
+        loop = Loop(CASES["a table"]._replace(kwargs=dict(shared=["bank"])), "hooks")
+        loop.run(False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from contextlib import nullcontext, suppress
 from functools import partial
@@ -25,6 +26,7 @@ from opacus_ext.grad_sample.adapter.outputs import (
     combine_outputs,
     read_output,
 )
+from opacus_ext.grad_sample.adapter.passes import Doubt
 from opacus_ext.grad_sample.adapter.state import AloneSample, holds_data
 from opacus_ext.grad_sample.core.clip import DenseGrads
 from opacus_ext.grad_sample.core.gradients import (
@@ -370,15 +372,18 @@ class ForwardRecord:
     # -- backward ----------------------------------------------------------------------
 
     def mark_done(self) -> None:
-        """Marks it as done; refuses a second backward pass, or too many samples."""
+        """Marks it as done; refuses a second backward pass."""
         most = self.model.inputs.most
         if most is not None and self.size > most:
-            raise self.model.refused(
+            error = self.model.refused(
                 f"was called on {self.size} samples, and the loader drew at most "
                 f"{most} records: some would count several times.",
                 "Call it on the records that were drawn: views of a record belong into "
-                "one sample, of which the loss is the mean.",
+                "one sample, of which the loss is the mean. If it was called on what "
+                "is no record, call zero_grad() before the private loss.",
             )
+            doubt = Doubt(error, drawn=math.inf, counts=False)
+            self.inputs = self.inputs._replace(doubt=doubt)
         if self.done:
             raise self.model.refused(
                 "a second backward pass of one batch. Each would be clipped by itself, "

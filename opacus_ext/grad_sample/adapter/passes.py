@@ -50,7 +50,7 @@ class Doubt(NamedTuple):
     """
 
     error: Refused
-    drawn: int
+    drawn: float
     counts: bool
 
 
