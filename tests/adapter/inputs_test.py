@@ -324,3 +324,99 @@ def test_shared_inputs_have_names():
     with pytest.raises(Refused, match=r"shared=\['bank'\] are no inputs of WithTable"):
         loop = Loop(CASES["a table"]._replace(kwargs=dict(shared=["bank"])), "hooks")
         loop.run(False)
+
+
+# -- what is computed from outputs -----------------------------------------------------
+
+
+class Squeezed(Model):
+    def forward(self, x):
+        return super().forward(x)[:, :1].squeeze()
+
+
+class Listed(Model):
+    def forward(self, x):
+        return list(super().forward(x)[:, 0])
+
+
+class Loss(Model):
+    def forward(self, x):
+        return super().forward(x).square().mean()
+
+
+@pytest.mark.parametrize("make", [Squeezed, Listed])
+@pytest.mark.parametrize("size", [1, 4])
+def test_a_forward_that_squeezes_the_batch_away(make, size):
+    """Else the mean over samples would be compared with each target."""
+    private = make_private(make().double(), "hooks", batch_size=size)
+    output = private.module(torch.randn(size, T, D).double())
+    output = torch.stack(output) if isinstance(output, list) else output
+    with pytest.raises(Refused, match=r"squeeze\(-1\)"):
+        nn.functional.mse_loss(output, torch.randn(4).double())
+
+
+def test_a_model_that_returns_its_loss():
+    private = make_private(Loss().double(), "hooks", batch_size=4, max_grad_norm=C)
+    x = torch.randn(4, T, D).double()
+    loss = private.module(x)
+    total = (loss + 2 * loss) / 3 + torch.stack([loss, loss]).sum() * 0
+    assert f"{total:.3f}" and total.item() > 0 and float(total.detach().log()) < 9
+    grads = oracle(private.handle._module, x, lambda m, x: m(x)[None])
+    private.optimizer.zero_grad()
+    total.backward()
+    private.optimizer.step()
+    found = {n: 4 * p.grad for n, p in private.handle._module.named_parameters()}
+    assert_same(found, clipped_sum(grads, "flat", C), 1e-7)
+
+
+class Smooth(nn.Module):
+    """A criterion of one's own."""
+
+    reduction = "mean"
+
+    def forward(self, y, target):
+        return (y - target).square().add(1e-3).sqrt().mean()
+
+
+class Mixes(Smooth):
+    def forward(self, y, target):
+        return super().forward(y, target) / y.detach().float().abs().max().to(y) ** 0.05
+
+
+@pytest.mark.parametrize("kind, mixes", [(Smooth, False), (Mixes, True)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_criteria_of_16_bits(kind, mixes, dtype):
+    for seed in range(20):
+        torch.manual_seed(seed)
+        model = nn.Linear(5, 3).to(dtype)
+        private = make_private(model, "ghost", batch_size=16, criterion=kind())
+        y = private.module(torch.randn(16, 5).to(dtype))
+        target = torch.randn(16, 3).to(dtype)
+        if mixes:
+            with pytest.raises(Refused, match="mixes samples"):
+                private.criterion(y, target)
+            continue
+        private.criterion(y, target).backward()
+
+
+class WithAuxiliary(Model):
+    def forward(self, x):
+        y = super().forward(x)
+        return y[:, 0], y.square().mean()
+
+
+def test_a_mean_of_losses_beside_losses_of_samples():
+    private = make_private(WithAuxiliary().double(), "hooks", batch_size=4)
+    x, target = torch.randn(4, T, D).double(), torch.randn(4).double()
+
+    def losses(m, batch):
+        y, auxiliary = m(batch[0])
+        return (y - batch[1]).square() + 0.1 * auxiliary
+
+    expected = oracle(private.handle._module, (x, target), losses)
+    private.step((x, target), losses)
+    found = {n: 4 * p.grad for n, p in private.handle._module.named_parameters()}
+    assert_same(found, clipped_sum(expected, "flat", 1.0), 1e-7)
+    y, auxiliary = private.module(x)
+    with pytest.raises(Refused, match=r"squeeze\(-1\)"):
+        (auxiliary - target).square().mean()

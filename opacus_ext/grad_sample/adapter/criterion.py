@@ -8,7 +8,12 @@ from typing import Any, Callable
 import numpy as np
 import torch
 from torch import nn
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves
+from torch.utils._pytree import (
+    TreeSpec,
+    tree_flatten,
+    tree_leaves,
+    tree_unflatten,
+)
 
 from opacus_ext.grad_sample.adapter.outputs import NotEqual
 from opacus_ext.grad_sample.adapter.state import State
@@ -73,7 +78,14 @@ class SampleCriterion:
             raise self._not_samples(leaves, size)
         count = self._calls.get(kind, 0)
         if count & (count + 1) == 0 and len(losses):  # increasingly rarely
-            self._compare(losses.detach(), args, kwargs)
+            if any(map(_is_half, leaves)):  # whose rounding is no mixing
+                leaves = [x.float() if _is_half(x) else x for x in leaves]
+                args, kwargs = tree_unflatten(leaves, spec)
+                wide = self._losses_of_wide(kind, leaves, spec, shape, size)
+                if wide is not None:
+                    self._compare(wide, args, kwargs)
+            else:
+                self._compare(losses.detach(), args, kwargs)
         self._calls[kind] = count + 1
         return losses
 
@@ -136,6 +148,16 @@ class SampleCriterion:
         if rows == (None,):
             return losses[0]
         return torch.cat(losses)[torch.cat(rows).argsort().to(losses[0].device)]
+
+    @torch.no_grad()
+    def _losses_of_wide(self, *given: Any) -> T | None:
+        """Returns losses of float32 inputs, or None: its weights may have 16 bits."""
+        try:
+            return self._losses(self._samples(*given))
+        except Refused:
+            raise
+        except Exception:
+            return None
 
     @torch.no_grad()
     def _compare(self, losses: T, args: tuple, kwargs: dict) -> None:
@@ -220,3 +242,8 @@ class SampleCriterion:
         remedy = remedy or "Compute the loss of a sample from that sample alone."
         reason = f"The criterion {self.name} {what}"
         return Refused(reason, parameter="criterion", remedy=remedy)
+
+
+def _is_half(x: Any) -> bool:
+    """Returns True for a tensor of 16-bit floating point numbers."""
+    return isinstance(x, T) and x.is_floating_point() and x.dtype.itemsize == 2

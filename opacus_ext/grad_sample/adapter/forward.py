@@ -98,7 +98,7 @@ class ForwardRecord:
     def output(self) -> Any:
         """Runs the samples, and returns the output of the batch."""
         output = self._forward(losses=False)
-        return output.with_tensors(self._with_graph(output))
+        return output.with_tensors(self._with_graph(output), self.model.loss_type)
 
     def losses(self) -> T:
         """Runs the samples, and returns their losses ``[B]``."""

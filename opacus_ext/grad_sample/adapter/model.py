@@ -90,10 +90,12 @@ class PrivateModel:
         size: batch size of the last call
         passes: the backward passes whose gradients the next step takes
         compiles: True if samples may run in compiled programs
+        loss_type: type of the means of losses that the model returns
     """
 
     record_type, reader_type = ForwardRecord, InputReader
     handles: Sequence[Any] = ()  # of hooks on modules
+    loss_type: type = T
     is_shared_out = False  # True if processes have shares of its parameters
     frees_parameters = False  # True if their memory is freed in the backward pass
 

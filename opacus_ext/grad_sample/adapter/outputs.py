@@ -13,6 +13,7 @@ from torch.utils._pytree import (
     keystr,
     tree_flatten,
     tree_flatten_with_path,
+    tree_leaves,
     tree_unflatten,
 )
 
@@ -83,15 +84,73 @@ class BatchOutput(NamedTuple):
     dims: dict[int, int | None]  # batch dims of these; None for a loss, ``[B]``
     spec: TreeSpec
 
-    def with_tensors(self, tensors: Sequence[T]) -> Any:
-        """Returns the output, with these tensors as the leaves that have a graph."""
+    def with_tensors(self, tensors: Sequence[T], kind: type = T) -> Any:
+        """
+        Returns the output, with these tensors as the leaves that have a graph; means of
+        losses are of a kind of tensor.
+        """
         values = list(self.values)
         for i, x in zip(self.tensors, tensors):
-            values[i] = x.mean() if self.dims[i] is None else x
+            values[i] = x.mean().as_subclass(kind) if self.dims[i] is None else x
         output = tree_unflatten(values, self.spec)
         if isinstance(output, dict) and _KIND in output:
             return output.pop(_KIND)(**output)
         return output
+
+
+_SUMS = {"add", "__add__", "__radd__", "sub", "__sub__", "__rsub__", "rsub"}
+# Of sums with a tensor of several entries: what is linear, or has no gradient.
+_LINEAR = _SUMS | {"mul", "__mul__", "__rmul__", "div", "__div__", "__truediv__", "neg"}
+_LINEAR |= {"mean", "sum", "detach", "__get__", "size", "dim", "numel", "to", "float"}
+
+
+class MeanLoss(torch.Tensor):
+    """
+    The mean over samples of a number that each returned, which is its loss. It is a
+    tensor without dims. What is computed from such means alone is one, too; to losses
+    of samples it may be added, if the mean of all follows.
+
+    Raises:
+        Refused: if it is used with a tensor of several entries in another way, such as
+            targets: then it is no loss, but the output of a model that leaves out the
+            batch dim
+    """
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable, types: Any, args: tuple = (), kwargs: Any = None
+    ) -> Any:
+        """Applies a function, unless it reads other tensors of several entries."""
+        leaves = [x for x in tree_leaves((args, kwargs)) if isinstance(x, T)]
+        shapes = [x.shape for x in leaves if not isinstance(x, cls) and x.numel() > 1]
+        sums = [x for x in leaves if isinstance(x, _SumWithOthers)]
+        name = getattr(func, "__name__", "")
+        if (shapes and name not in _SUMS) or (sums and name not in _LINEAR):
+            shape = tuple(shapes[0] if shapes else sums[0].shape)
+            raise Refused(
+                "An output that is a number for each sample is taken for its loss, and "
+                "is the mean over samples. Here it is used with a tensor of shape "
+                f"{shape}: the forward squeezes the batch dim away, it seems.",
+                remedy="Write squeeze(-1) in place of squeeze(), so that the model "
+                "returns [B]; weights of several losses belong into the model.",
+            )
+        found = super().__torch_function__(func, types, args, kwargs or {})
+        if not isinstance(found, MeanLoss):
+            return found
+        mixed = bool(shapes or sums) and found.dim() > 0
+        return found.as_subclass(_SumWithOthers if mixed else MeanLoss)
+
+    def __format__(self, spec: str) -> str:
+        """Formats the number, as a tensor does."""
+        return format(self.as_subclass(T), spec)
+
+    def __repr__(self, **kwargs: Any) -> str:  # type: ignore[override]
+        """Returns the text of a tensor."""
+        return repr(self.as_subclass(T))
+
+
+class _SumWithOthers(MeanLoss):
+    """Its sum with a tensor of several entries, of which the mean is to be taken."""
 
 
 def combine_outputs(

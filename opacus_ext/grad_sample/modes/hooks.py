@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.weak import WeakIdKeyDictionary
 
 from opacus_ext.grad_sample.adapter.forward import ForwardRecord
-from opacus_ext.grad_sample.adapter.outputs import dependencies_of
+from opacus_ext.grad_sample.adapter.outputs import MeanLoss, dependencies_of
 from opacus_ext.grad_sample.core.clip import DenseGrads, refuse_no_graph
 from opacus_ext.grad_sample.core.groups import Samples
 from opacus_ext.grad_sample.core.vmap import will_run
@@ -74,7 +74,7 @@ class GradSampleMode(PrivateMode):
         """Intercepts the model's calls."""
         super().add_hooks(**kwargs)
         self._found: list[tuple[ForwardRecord, DenseGrads]] = []
-        self.private.begin = self._begin
+        self.private.begin, self.private.loss_type = self._begin, MeanLoss
 
     def _begin(self, size: int) -> None:
         self._found.clear()  # left by a backward pass that failed
