@@ -45,7 +45,7 @@ from opacus_ext.clipping import CLIPPINGS, find_clipping
 from opacus_ext.data.copies import refuse_copies
 from opacus_ext.data.draws import Splits
 from opacus_ext.engine import WRAPPERS, has_own_criterion
-from opacus_ext.grad_sample import samplers
+from opacus_ext.grad_sample import samplers, watched
 from opacus_ext.grad_sample.core.vmap import is_batched
 from opacus_ext.grad_sample.modes import common
 from opacus_ext.grad_sample.modes.auto import Auto
@@ -141,6 +141,9 @@ def register() -> None:
         _add(GradSampleHooks.GRAD_SAMPLERS, layer, samplers.grad_sampler)
         norms = GradSampleHooksFastGradientClipping.NORM_SAMPLERS
         _add(norms, layer, samplers.norm_sampler)
+    for method in ("add_hooks", "iterate_submodules"):
+        wrap = getattr(watched, method)
+        _replace(GradSampleHooks, method, wrap(getattr(GradSampleHooks, method)))
     _undo.append(register_module_parameter_registration_hook(note_parameter).remove)
     extend_transformers()
 
