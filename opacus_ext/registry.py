@@ -141,9 +141,9 @@ def register() -> None:
         _add(GradSampleHooks.GRAD_SAMPLERS, layer, samplers.grad_sampler)
         norms = GradSampleHooksFastGradientClipping.NORM_SAMPLERS
         _add(norms, layer, samplers.norm_sampler)
-    for method in ("add_hooks", "iterate_submodules"):
-        wrap = getattr(watched, method)
-        _replace(GradSampleHooks, method, wrap(getattr(GradSampleHooks, method)))
+    for name in ("add_hooks", "iterate_submodules"):
+        wrapped = getattr(watched, name)(getattr(GradSampleHooks, name))
+        _replace(GradSampleHooks, name, wrapped)
     _undo.append(register_module_parameter_registration_hook(note_parameter).remove)
     extend_transformers()
 
@@ -398,6 +398,9 @@ def _make_private(make_private: Callable) -> Callable:
                     )
                     made = first, optimizer, criterion, loader
                 watch_steps(self, module, made)
+                if mode is not None:
+                    named = kwargs.get("grad_sample_mode", "hooks")
+                    samplers.tell_of_others(self, module, named)
                 return made
             except BaseException:
                 self.dataset = dataset

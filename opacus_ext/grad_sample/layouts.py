@@ -70,8 +70,9 @@ def recurrent(what: str, layer: Any, args: tuple, kwargs: dict) -> Call:
 
     def run(sample: list[T]) -> Any:
         x, *own = sample
-        states = [s.movedim(0, 1).contiguous() for s in own] or [None]
-        return layer.forward(x.movedim(0, dim), tree_unflatten(states, spec))
+        states = [s.movedim(0, 1).contiguous() for s in own]
+        hx = tree_unflatten(states, spec) if states else None
+        return layer.forward(x.movedim(0, dim), hx)
 
     return Call([x.movedim(dim, 0), *own], run, (dim, 1, 1))
 
@@ -143,10 +144,11 @@ LAYOUTS: dict[type, Layout] = {
 }
 
 
-def layout_of(layer: nn.Module) -> Layout | None:
+def layout_of(layer: Any) -> Layout | None:
     """Returns the layout of a layer that runs the forward of one of these classes."""
     for cls, layout in LAYOUTS.items():
-        if isinstance(layer, cls) and type(layer).forward is cls.forward:
+        own = getattr(type(layer), "forward", None)
+        if isinstance(layer, cls) and own is getattr(cls, "forward"):
             return layout
     return None
 

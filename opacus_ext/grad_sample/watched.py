@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from contextlib import nullcontext
-from typing import Any, Callable, ContextManager, Iterable, Iterator, Sequence
+from typing import Any, Callable, ContextManager, Iterator, Sequence
 
 import torch
 from opacus.grad_sample import GradSampleHooks, GradSampleHooksFastGradientClipping
@@ -126,7 +126,7 @@ class Watch:
         self.what = f"{name or 'the model'} ({type(layer).__name__})"
         self.reduction = "mean"
 
-    def params(self) -> dict[str, nn.Parameter]:
+    def params(self) -> dict[str, Any]:
         """Returns the layer's trainable parameters, with those of its children."""
         return {n: p for n, p in self.layer.named_parameters() if p.requires_grad}
 
@@ -189,7 +189,7 @@ class Watch:
             leaves[i] = y
         return tree_unflatten(leaves, spec)
 
-    def add(self, grads: dict[nn.Parameter, T]) -> None:
+    def add(self, grads: dict[Any, T]) -> None:
         """Adds per-sample gradients of a call, as Opacus's hooks do for theirs."""
         ghost = isinstance(self.hooks, GradSampleHooksFastGradientClipping)
         for p, g in grads.items():
@@ -228,57 +228,75 @@ class Watch:
 # -- patches of GradSampleHooks --------------------------------------------------------
 
 
-def _tied(hooks: Any) -> set[int]:
-    """Returns the ids of parameters that several layers own."""
-    owners: Counter[int] = Counter()
-    for layer in hooks._module.modules():
-        owners.update({id(p) for p in layer.parameters(recurse=False)})
-    return {p for p, n in owners.items() if n > 1}
+class Search:
+    """
+    The search for the layers of a wrapper's model that are watched.
 
+    Attributes:
+        watches: those that were found so far
+    """
 
-def _watch_of(hooks: Any, layer: nn.Module) -> Watch | None:
-    """Returns what watches a layer; None if Opacus's hooks do."""
-    trained = [p for p in layer.parameters() if p.requires_grad]
-    if not trained or type(layer) in hooks.GRAD_SAMPLERS and not _is_tied(hooks, layer):
-        return None
-    names = {id(x): name for name, x in hooks._module.named_modules()}
-    name = names.get(id(layer), "")
-    layout = layout_of(layer)
-    if layout is not None:
-        return Watch(hooks, name, layer, layout)
-    if not _is_tied(hooks, layer):
-        return None
-    if type(layer) not in LAYERS or isinstance(layer, nn.EmbeddingBag):
-        what = f"{name or 'the model'} ({type(layer).__name__})"
+    def __init__(self, hooks: Any):
+        self.hooks, self.watches = hooks, list[Watch]()
+        named = list(hooks._module.named_modules(remove_duplicate=False))
+        self.names = {id(layer): name for name, layer in reversed(named)}
+        owners = Counter(id(p) for _, x in named for p in x._parameters.values())
+        self._tied = {p for p, n in owners.items() if n > 1}
+        self._visited: set[int] = set()
+
+    def visit(self, layer: nn.Module) -> bool:
+        """Returns True if a layer is watched, or was visited under another name."""
+        if id(layer) in self._visited:
+            return True
+        self._visited.add(id(layer))
+        layout = self._layout(layer)
+        if layout is not None:
+            name = self.names[id(layer)]
+            self.watches.append(Watch(self.hooks, name, layer, layout))
+        return layout is not None
+
+    def _layout(self, layer: nn.Module) -> Layout | None:
+        """Returns where the samples of a layer are; None if Opacus's hooks know."""
+        if not any(p.requires_grad for p in layer.parameters()):
+            return None
+        norms = getattr(self.hooks, "NORM_SAMPLERS", {})
+        if type(layer) in norms and self._is_tied(layer):
+            return self._tied_layout(layer)
+        known = type(layer) in norms or type(layer) in self.hooks.GRAD_SAMPLERS
+        return None if known else layout_of(layer)
+
+    def _is_tied(self, layer: nn.Module) -> bool:
+        own = (p for p in layer.parameters(recurse=False) if p.requires_grad)
+        return any(id(p) in self._tied for p in own)
+
+    def _tied_layout(self, layer: nn.Module) -> Layout:
+        """Returns the layout of a layer whose ghost norms miss a term."""
+        if type(layer) in LAYERS and not isinstance(layer, nn.EmbeddingBag):
+            return plain(0 if self.hooks.batch_first else 1)
+        what = f"{self.names[id(layer)] or 'the model'} ({type(layer).__name__})"
         raise Refused(
-            f"{what} shares a parameter with another layer, and the ghost norms of "
-            "both have no term for the two together.",
+            f"{what} shares a parameter with another layer, or is used under several "
+            "names, and the ghost norms of the uses have no term for all of them.",
             module=what,
             remedy="Train it with PrivacyEngine.make_private of the model itself, "
-            'grad_sample_mode="ghost_bk", or by GradSampleModule.',
+            'grad_sample_mode="ghost_bk", or use GradSampleModule.',
         )
-    return Watch(hooks, name, layer, plain(0 if hooks.batch_first else 1))
-
-
-def _is_tied(hooks: Any, layer: nn.Module) -> bool:
-    """Returns True if the ghost norms of a layer leave out those of another's use."""
-    if type(layer) not in getattr(hooks, "NORM_SAMPLERS", {}):
-        return False
-    own = [p for p in layer.parameters(recurse=False) if p.requires_grad]
-    return any(id(p) in _tied(hooks) for p in own)
 
 
 def iterate_submodules(iterate: Callable) -> Callable:
-    """Wraps ``GradSampleHooks.iterate_submodules``: leaves out what is watched."""
+    """
+    Wraps ``GradSampleHooks.iterate_submodules``: leaves out what is watched, and layers
+    under a second name, which would get hooks twice.
+    """
 
     @functools.wraps(iterate)
     def submodules(self: Any, module: nn.Module) -> Iterator[nn.Module]:
         """The layers that get Opacus's hooks."""
-        watch = _watch_of(self, module)
-        if watch is None:
+        search = vars(self).get("_search")
+        if search is None:
+            search = Search(self)
+        if not search.visit(module):
             yield from iterate(self, module)
-        elif "_watched" in vars(self):
-            self._watched.append(watch)
 
     return submodules
 
@@ -289,32 +307,29 @@ def add_hooks(add: Callable) -> Callable:
     @functools.wraps(add)
     def add_all(self: Any, *, loss_reduction: str = "mean", **kwargs: Any) -> None:
         """Adds hooks; refuses before a layer has any."""
-        if not hasattr(self._module, "autograd_grad_sample_hooks"):
-            try:
+        try:
+            if not hasattr(self._module, "autograd_grad_sample_hooks"):
                 _refuse(self)
-            except Refused:
-                _forget(self._module.parameters())
-                raise
-        self._watched = []
-        add(self, loss_reduction=loss_reduction, **kwargs)
-        for watch in self._watched:
+            vars(self)["_search"] = search = Search(self)
+            add(self, loss_reduction=loss_reduction, **kwargs)
+        finally:
+            vars(self).pop("_search", None)
+        for watch in search.watches:
             self.autograd_grad_sample_hooks.append(watch.attach(loss_reduction))
-        del self._watched
 
     return add_all
 
 
 def _refuse(hooks: Any) -> None:
-    hooks._watched = found = []
-    for _ in hooks.iterate_submodules(hooks._module):
-        pass
-    del hooks._watched
-    for watch in found:
-        watch.refuse()
-
-
-def _forget(params: Iterable[Any]) -> None:
-    """Removes the attributes that Opacus has set before it adds hooks."""
-    for p in params:
-        for name in OPACUS_PARAM_MONKEYPATCH_ATTRS:
-            vars(p).pop(name, None)
+    """Refuses what can't be watched; leaves no attributes of Opacus's behind then."""
+    vars(hooks)["_search"] = search = Search(hooks)
+    try:
+        for _ in hooks.iterate_submodules(hooks._module):
+            pass
+        for watch in search.watches:
+            watch.refuse()
+    except Refused:
+        for p in hooks._module.parameters():
+            for name in OPACUS_PARAM_MONKEYPATCH_ATTRS:
+                vars(p).pop(name, None)
+        raise
