@@ -426,6 +426,35 @@ def test_inputs_that_are_not_cut(stock, model, given, said):
         stock(model())(*given())
 
 
+@both
+@pytest.mark.parametrize(
+    "layer, then",
+    [
+        (lambda: nn.LSTM(4, 4, batch_first=True), lambda m, x: m.layer(x + m.own)[0]),
+        (lambda: SwitchFeedForward(4, 5, 3), lambda m, x: m.layer(x + m.own)),
+        (
+            lambda: nn.MultiheadAttention(4, 2, dropout=0.1, batch_first=True),
+            lambda m, x: attend(m, x + m.own),
+        ),
+    ],
+)
+def test_inside_of_what_functorch_runs(stock, layer, then):
+    """A parameter of the model's own makes Opacus run all of it by functorch."""
+    model = Net(then, own=torch.randn(5, 4), layer=layer()).double()
+    with pytest.raises(opacus_ext.Refused, match=r"the model \(Net\) owns parameters"):
+        stock(model)
+    model.own.requires_grad_(False)
+    if getattr(model.layer, "dropout", 0) == 0:
+        compare(stock, model, (randn(*X),))
+
+
+@both
+def test_attention_inside_of_what_functorch_runs(stock):
+    layer = nn.MultiheadAttention(4, 2, batch_first=True)
+    then = lambda m, x: attend(m, x + m.own)  # noqa: E731
+    compare(stock, Net(then, own=randn(5, 4), layer=layer).double(), (randn(*X),))
+
+
 def test_ghost_norms_of_other_tied_layers():
     model = nn.Sequential(nn.EmbeddingBag(4, 3), nn.Linear(3, 4))
     model[1].weight = model[0].weight

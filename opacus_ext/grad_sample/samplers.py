@@ -66,8 +66,8 @@ def tell_of_others(engine: Any, module: nn.Module, mode: str) -> None:
         "samplers",
         f"A sampler was registered with Opacus for {few}{more}. It is not used: "
         f"grad_sample_mode={mode!r} computes exact per-sample gradients of every layer "
-        "by itself, from the layer's own forward. Where a sampler gives something else on "
-        "purpose, use opacus.grad_sample.GradSampleModule.",
+        "by itself, from the layer's own forward. Where a sampler gives something else "
+        "on purpose, use opacus.grad_sample.GradSampleModule.",
     )
 
 

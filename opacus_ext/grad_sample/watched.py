@@ -26,6 +26,7 @@ from opacus.grad_sample.grad_sample_module_fast_gradient_clipping import (
     create_norm_sample,
 )
 from opacus.grad_sample.gsm_base import OPACUS_PARAM_MONKEYPATCH_ATTRS
+from opacus.utils.module_utils import has_trainable_params
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
@@ -262,8 +263,27 @@ class Search:
         norms = getattr(self.hooks, "NORM_SAMPLERS", {})
         if type(layer) in norms and self._is_tied(layer):
             return self._tied_layout(layer)
-        known = type(layer) in norms or type(layer) in self.hooks.GRAD_SAMPLERS
-        return None if known else layout_of(layer)
+        if type(layer) in norms or type(layer) in self.hooks.GRAD_SAMPLERS:
+            return None
+        layout = layout_of(layer)
+        if layout is None and has_trainable_params(layer):
+            self._refuse_inside(layer)
+        return layout
+
+    def _refuse_inside(self, layer: nn.Module) -> None:
+        """Refuses layers in one that functorch computes again as a whole."""
+        for name, part in layer.named_modules(prefix=self.names[id(layer)]):
+            simple = isinstance(part, nn.MultiheadAttention) and not random_part(part)
+            if layout_of(part) is None or simple:
+                continue
+            outer = f"{self.names[id(layer)] or 'the model'} ({type(layer).__name__})"
+            raise Refused(
+                f"{outer} owns parameters, so that Opacus computes all of it again by "
+                f"functorch, which can't run {name} ({type(part).__name__}) in it.",
+                module=outer,
+                remedy="Train it with PrivacyEngine.make_private of the model itself, "
+                "or let a module of their own own these parameters.",
+            )
 
     def _is_tied(self, layer: nn.Module) -> bool:
         own = (p for p in layer.parameters(recurse=False) if p.requires_grad)
