@@ -238,9 +238,10 @@ def test_exact(stock, case):
 
 @both
 @every_case
-def test_one_sample_and_mean(stock, case):
+@pytest.mark.parametrize("size", [1, 3])
+def test_one_sample_and_mean(stock, case, size):
     model, batch = build(case)
-    compare(stock, model, tuple(x[:1] for x in batch), reduction="mean")
+    compare(stock, model, tuple(x[:size] for x in batch), reduction="mean")
 
 
 FROZEN = {
@@ -487,6 +488,21 @@ def test_inputs_changed_in_place(stock):
     made = stock(model, loss_reduction="sum")
     with pytest.raises((opacus_ext.Refused, RuntimeError), match="in place"):
         made(x).sum().backward()
+
+
+@both
+def test_weights_that_are_computed(stock):
+    """In the forward by a parametrization, or before it by a hook."""
+    torch.manual_seed(0)
+    layer, x = nn.GRU(4, 3, batch_first=True).double(), randn(*X)
+    nn.utils.parametrizations.weight_norm(layer, "weight_hh_l0")
+    compare(stock, layer, x, lambda m, x: losses_of(m(x)[0]))
+    layer = nn.GRU(4, 3, batch_first=True).double()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        nn.utils.weight_norm(layer, "weight_hh_l0")
+    with pytest.raises(opacus_ext.Refused, match="reads weight_hh_l0"):
+        stock(layer)(x)
 
 
 @both

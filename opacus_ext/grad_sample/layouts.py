@@ -10,7 +10,6 @@ from torch import nn
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from opacus_ext.layers.moe import Experts
 from opacus_ext.refused import Refused
 
 T = torch.Tensor
@@ -135,12 +134,12 @@ def plain(dim: int) -> Layout:
     return cut
 
 
+#: By class; ``opacus_ext.layers`` adds its own.
 LAYOUTS: dict[type, Layout] = {
     nn.RNN: recurrent,
     nn.LSTM: recurrent,
     nn.GRU: recurrent,
     nn.MultiheadAttention: attention,
-    Experts: experts,
 }
 
 

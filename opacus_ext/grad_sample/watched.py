@@ -151,6 +151,17 @@ class Watch:
                 "use one of these",
             )
 
+    def _refuse_computed(self) -> None:
+        """Refuses weights that a hook has computed, as old ``weight_norm`` does."""
+        for part in self.layer.modules():
+            for name, x in vars(part).items():
+                if isinstance(x, T) and x.grad_fn is not None:
+                    raise self._refused(
+                        f"reads {name}, which is computed outside of its forward, and "
+                        "per-sample gradients would not reach what is behind it",
+                        "compute it by torch.nn.utils.parametrizations",
+                    )
+
     def _refused(self, why: str, remedy: str) -> Refused:
         return Refused(
             f"{self.what} {why}.",
@@ -182,6 +193,7 @@ class Watch:
         if not places or not params:
             return None
         self.refuse()
+        self._refuse_computed()
         seen = Seen(self, self.layout(self.what, layer, args, kwargs), places)
         for p in params.values():
             p._forward_counter += 1
