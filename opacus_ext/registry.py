@@ -45,7 +45,7 @@ from opacus_ext.clipping import CLIPPINGS, find_clipping
 from opacus_ext.data.copies import refuse_copies
 from opacus_ext.data.draws import Splits
 from opacus_ext.engine import WRAPPERS, has_own_criterion
-from opacus_ext.grad_sample import samplers
+from opacus_ext.grad_sample import samplers, watched
 from opacus_ext.grad_sample.core.vmap import is_batched
 from opacus_ext.grad_sample.modes import common
 from opacus_ext.grad_sample.modes.auto import Auto
@@ -141,6 +141,9 @@ def register() -> None:
         _add(GradSampleHooks.GRAD_SAMPLERS, layer, samplers.grad_sampler)
         norms = GradSampleHooksFastGradientClipping.NORM_SAMPLERS
         _add(norms, layer, samplers.norm_sampler)
+    for name in ("add_hooks", "iterate_submodules"):
+        wrapped = getattr(watched, name)(getattr(GradSampleHooks, name))
+        _replace(GradSampleHooks, name, wrapped)
     _undo.append(register_module_parameter_registration_hook(note_parameter).remove)
     extend_transformers()
 
@@ -395,6 +398,9 @@ def _make_private(make_private: Callable) -> Callable:
                     )
                     made = first, optimizer, criterion, loader
                 watch_steps(self, module, made)
+                if mode is not None:
+                    named = kwargs.get("grad_sample_mode", "hooks")
+                    samplers.tell_of_others(self, module, named)
                 return made
             except BaseException:
                 self.dataset = dataset

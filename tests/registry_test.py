@@ -5,6 +5,7 @@ import inspect
 import json
 import subprocess
 import sys
+import warnings
 
 import pytest
 import torch
@@ -14,7 +15,9 @@ from opacus.grad_sample import (
     GradSampleHooksFastGradientClipping,
     GradSampleModule,
     GradSampleModuleFastGradientClipping,
+    register_grad_sampler,
 )
+from opacus.grad_sample.utils import register_norm_sampler
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -117,8 +120,8 @@ def _make_private(mode, **kwargs):
     return _of(nn.Linear(3, 2), mode, **kwargs)
 
 
-def _of(model, mode, **kwargs):
-    return PrivacyEngine().make_private(
+def _of(model, mode, engine=None, **kwargs):
+    return (engine or PrivacyEngine()).make_private(
         module=model,
         optimizer=torch.optim.SGD(model.parameters(), lr=1.0),
         data_loader=DataLoader(TensorDataset(torch.zeros(4, 3))),
@@ -252,6 +255,50 @@ def test_samplers_of_layers_that_opacus_has_none_for(stock, layer):
                 torch.testing.assert_close(p.grad_sample[b], q.grad)
             else:
                 torch.testing.assert_close(p._norm_sample[b], q.grad.norm())
+
+
+class _Own(nn.Linear):
+    pass
+
+
+@pytest.mark.parametrize("mode", ["hooks", "ghost", "ghost_bk", "functorch"])
+@pytest.mark.parametrize("layer", [nn.Linear, _Own])
+@pytest.mark.parametrize("register", [register_grad_sampler, register_norm_sampler])
+def test_samplers_of_users_are_told_of(mode, layer, register, monkeypatch):
+    """They are not used, also where this package has one; it is told once an engine."""
+
+    for table in (
+        GradSampleHooks.GRAD_SAMPLERS,
+        GradSampleHooksFastGradientClipping.NORM_SAMPLERS,
+    ):
+        monkeypatch.setitem(table, layer, table.get(layer))
+        if table[layer] is None:
+            monkeypatch.delitem(table, layer)
+
+    @register(layer)
+    def sampler(layer, activations, backprops):
+        raise AssertionError("it is used")
+
+    engine, said = PrivacyEngine(), []
+    for _ in range(2):
+        model = nn.Sequential(nn.Tanh(), layer(3, 2)).double()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            _of(model, mode, engine=engine)
+        said += [str(w.message) for w in caught if "sampler" in str(w.message)]
+    told = mode != "functorch"
+    told = told and not (mode == "hooks" and register is register_norm_sampler)
+    assert len(said) == told
+    if told:
+        assert f"1 ({layer.__name__})" in said[0] and "It is not used" in said[0]
+    model = nn.Sequential(nn.Tanh(), layer(3, 2)).double()
+    check(mode, True, model, torch.randn(4, 3).double(), square_loss)
+
+
+def test_no_samplers_of_users(recwarn):
+    for mode in MODES:
+        _make_private(mode)
+    assert not [w for w in recwarn if "sampler was registered" in str(w.message)]
 
 
 # -- the engine ------------------------------------------------------------------------

@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from opacus.grad_sample import GradSampleHooks, GradSampleHooksFastGradientClipping
 from torch import nn
 
 from opacus_ext.grad_sample.core.clipped_grads import clipped_grads, per_sample_grads
+from opacus_ext.refused import warn_once
 
 T = torch.Tensor
 
@@ -39,6 +41,40 @@ def norm_sampler(
         clipped_grads(loss, params, (activations, backprops), seen)
     norms = torch.cat([backprops.new_zeros(len(params), 0), *seen.found], dim=1)
     return dict(zip(params.values(), norms.to(backprops)))
+
+
+def tell_of_others(engine: Any, module: nn.Module, mode: str) -> None:
+    """
+    Warns once that samplers which users have registered are not used in a mode of this
+    package, naming their layers. Mode "functorch" has never used any.
+    """
+    tables = [GradSampleHooks.GRAD_SAMPLERS]
+    if mode != "hooks":
+        tables.append(GradSampleHooksFastGradientClipping.NORM_SAMPLERS)
+    found = [
+        f"{name or 'the model'} ({type(layer).__name__})"
+        for name, layer in module.named_modules()
+        if any(p.requires_grad for p in layer.parameters(recurse=False))
+        and any(_is_of_user(table.get(type(layer))) for table in tables)
+    ]
+    if not found or mode == "functorch":
+        return
+    few = ", ".join(found[:3])
+    more = f" and {len(found) - 3} more" if found[3:] else ""
+    warn_once(
+        engine,
+        "samplers",
+        f"A sampler was registered with Opacus for {few}{more}. It is not used: "
+        f"grad_sample_mode={mode!r} computes exact per-sample gradients of every layer "
+        "by itself, from the layer's own forward. Where a sampler gives something else "
+        "on purpose, use opacus.grad_sample.GradSampleModule.",
+    )
+
+
+def _is_of_user(sampler: Any) -> bool:
+    """Returns True for a sampler that is neither Opacus's nor of this package."""
+    made_in = str(getattr(sampler, "__module__", "")).partition(".")[0]
+    return sampler is not None and made_in not in ("opacus", "opacus_ext")
 
 
 def _loss_of(layer: nn.Module) -> tuple[Any, dict[str, nn.Parameter]]:

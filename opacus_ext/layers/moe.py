@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from opacus_ext.grad_sample import layouts
 from opacus_ext.grad_sample.core.traced import forgets
 from opacus_ext.grad_sample.parallel.sharding import is_experts
 from opacus_ext.grad_sample.rules.experts import experts_interface
@@ -68,15 +69,19 @@ class Experts(nn.Module):
     def forward(self, x: T, index: T, weights: T) -> T:
         """
         Args:
-            x: ``[tokens, width]``
-            index: the experts of each token, ``[tokens, choices]``; ``num_experts`` for
-                none
-            weights: ``[tokens, choices]``
+            x: ``[tokens, width]``, or ``[B, T, width]``
+            index: the experts of each token, ``[tokens, choices]`` or ``[B, T,
+                choices]``; ``num_experts`` for none
+            weights: of the same shape
 
         Returns:
-            ``[tokens, width]``
+            A tensor of the shape of ``x``
         """
-        return experts_interface(self, x, index, weights)
+        rows = (y.flatten(0, -2) for y in (x, index, weights))
+        return experts_interface(self, *rows).view(x.shape)
+
+
+layouts.LAYOUTS[Experts] = layouts.experts
 
 
 def balancing_loss(probabilities: T, index: T, mask: T | None = None) -> T:
@@ -182,8 +187,7 @@ class _FeedForward(nn.Module):
 
     def run(self, x: T, index: T, weights: T) -> T:
         """Sends ``x`` through the experts ``index`` ``[B, T, choices]``."""
-        rows = (y.flatten(0, 1) for y in (x, index, weights.to(x)))
-        return self.experts(*rows).view_as(x)
+        return self.experts(x, index, weights.to(x))
 
     def forward(self, x: T, mask: T | None = None) -> T:
         """

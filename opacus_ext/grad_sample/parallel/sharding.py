@@ -87,10 +87,10 @@ def run_sharded(layer: nn.Module) -> None:
 def _stacked(layer: Any, hidden_states: T, top_k_index: T, top_k_weights: T) -> T:
     """``forward`` of stacked experts that are sharded; see ``experts_interface``."""
     weights = top_k_weights.masked_fill(top_k_index >= layer.sharding.experts, 0)
-    rows = hidden_states.unsqueeze(1).expand(-1, top_k_index.shape[1], -1)
-    y = through_experts(rows.flatten(0, 1), top_k_index.flatten(), layer)
+    rows = hidden_states.unsqueeze(-2).expand(*top_k_index.shape, -1)
+    y = through_experts(rows.flatten(0, -2), top_k_index.flatten(), layer)
     y = y.view(rows.shape) * weights.unsqueeze(-1)
-    return y.sum(1).to(hidden_states.dtype)
+    return y.sum(-2).to(hidden_states.dtype)
 
 
 def _modules(
