@@ -278,10 +278,8 @@ class NotEqual:
     def __torch_function__(
         cls, func: Callable, types: Any, args: tuple = (), kwargs: Any = None
     ) -> NoReturn:
-        for x in (*args, *(kwargs or {}).values()):
-            if isinstance(x, NotEqual):
-                x._refuse()
-        raise Refused("An output that differs from sample to sample is used.")
+        leaves = tree_leaves((args, kwargs))
+        next(x for x in leaves if isinstance(x, NotEqual))._refuse()
 
 
 class _RefusedUse(Refused, TypeError):

@@ -112,6 +112,8 @@ class State:
             names = _TRANSIENT.get(type(m).__name__, ())
             self._transient.append((vars(m), getattr(m, "transient", names)))
         self._forget_transient()
+        # They share memory with parameters, until these get other memory.
+        self._first = {id(x): x.detach() for _, x in self._tensors.values()}
         self._before = [(place, dict(_entries(place.value))) for place in places]
         values = [place.value for place in places]
         self._empty = [x for x in values if isinstance(x, dict) and not x]
@@ -224,6 +226,9 @@ class State:
             # Adding and removing a parametrization sets a frozen parameter to itself.
             is_parameter, moved = isinstance(x, nn.Parameter), new[1] != mark[1]
             own = not is_parameter or x.requires_grad
+            if moved and is_parameter and self._is_cast(x):
+                self._stale = True
+                continue
             wrote = noted or moved or own and new != mark
             if copy is not None and (wrote or compare):
                 wrote = not _holds_still(x, copy) or wrote and copy.shape != x.shape
@@ -231,6 +236,11 @@ class State:
                 # ``p.data.clamp_()`` changes no version, but its writes are noted.
                 hidden = new[0] == mark[0] and not (noted and is_parameter)
                 yield name, x, copy, hidden or new[1] != mark[1]
+
+    def _is_cast(self, x: T) -> bool:
+        """True if a parameter holds the numbers of before in another dtype."""
+        first = self._first[id(x)]
+        return x.dtype != first.dtype and have_same_bits(first.to(x.dtype), x.detach())
 
 
 def _mark(x: T) -> tuple[int, int]:
