@@ -440,6 +440,19 @@ def compare(group: SampleGroup, func: Callable, *args: Any, **kwargs: Any) -> bo
         return a.shape == b.shape and bool((a == b).all())
 
 
+# -- handlers of functions whose gradients vmap gets wrong ------------------------------
+
+
+@handles(*_both("select_scatter"))
+def select_scatter(
+    group: SampleGroup, func: Callable, input: T, src: T, dim: int, index: int
+) -> T:
+    """Writes a slice: under vmap gradients of ``src`` count once a row of ``input``."""
+    start = index + input.shape[dim] if index < 0 else index
+    with group:
+        return torch.slice_scatter(input, src.unsqueeze(dim), dim, start, start + 1)
+
+
 # -- handlers of autograd functions within the forward ---------------------------------
 
 
