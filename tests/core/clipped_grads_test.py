@@ -109,6 +109,16 @@ def complex_numbers(x, w):
     return (x.to(torch.complex128) @ torch.view_as_complex(w)).abs().sum()
 
 
+def cast(x, w):
+    z = F.linear(torch.fft.fft(x), w.to(torch.complex128)) / (2 + w[0].to(x.dtype))
+    return (z.real + z.imag * z.real).sum()
+
+
+def scattered(x, w):
+    h = torch.select_scatter(x.expand(4, 4), w[0], 0, 1)
+    return (h * torch.select_scatter(w, x[0], 1, -1)).sin().sum()
+
+
 def changed_in_place(x, w):
     """What is made of a parameter, by data and without."""
     first, second = w * 2, w * 3
@@ -195,6 +205,8 @@ CASES = {
     "made of parameters": Case(of_weights(made_of_parameters, (3, 4), (3,)), rows),
     "views": Case(of_weights(views, (12,)), rows),
     "complex": Case(of_weights(complex_numbers, (4, 4, 2)), rows),
+    "cast": Case(of_weights(cast, (4, 4)), rows),
+    "scattered": Case(of_weights(scattered, (4, 4)), rows),
     "unused, frozen, twice": Case(unused_frozen_twice, rows, compiled=False),
     "cancels": Case(
         of_layers(lambda x, layer: (layer(x) - layer(x)).sum(), (4, 2)), rows, False
