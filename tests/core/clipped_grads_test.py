@@ -119,6 +119,13 @@ def scattered(x, w):
     return (h * torch.select_scatter(w, x[0], 1, -1)).sin().sum()
 
 
+def of_aten(x, w):
+    aten = torch.ops.aten
+    rows = aten.embedding(w * x.sum(), x, 0)
+    changed = aten.select_scatter(rows[0].cos(), w[1], 0, 2)
+    return (rows + aten.embedding.default(w, x, 0) * changed).square().sum()
+
+
 def changed_in_place(x, w):
     """What is made of a parameter, by data and without."""
     first, second = w * 2, w * 3
@@ -217,6 +224,7 @@ CASES = {
     "hooks": Case(of_weights(hooks, (4, 4)), rows, compiled=False),
     "padding from the end": Case(of_weights(padding_from_the_end, (7, 4)), ids),
     "one by one": Case(ONE_BY_ONE, rows, compiled=False),
+    "of aten": Case(of_weights(of_aten, (7, 4)), ids),
     "as it is": Case(of_weights(as_it_is, (4, 4)), rows),
     "one expert a token": Case(experts(SwitchFeedForward, capacity=2), rows),
     "two experts a token": Case(experts(TopKFeedForward), rows),

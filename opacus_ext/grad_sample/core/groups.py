@@ -443,7 +443,10 @@ def compare(group: SampleGroup, func: Callable, *args: Any, **kwargs: Any) -> bo
 # -- handlers of functions whose gradients vmap gets wrong ------------------------------
 
 
-@handles(*_both("select_scatter"))
+_overloads = torch.ops.aten.select_scatter
+
+
+@handles(*_both("select_scatter"), _overloads, _overloads.default)
 def select_scatter(
     group: SampleGroup, func: Callable, input: T, src: T, dim: int, index: int
 ) -> T:
