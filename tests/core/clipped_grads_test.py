@@ -126,6 +126,13 @@ def of_aten(x, w):
     return (rows + aten.embedding.default(w, x, 0) * changed).square().sum()
 
 
+def moved_in_place(x, w):
+    """vmap would leave them as they are, and the shape may be the same."""
+    one = (x * w).flatten().as_strided_((4,), (0,), 1)
+    two = (x * w).flatten().set_((x * x)[0].flip(0)).detach()
+    return (one.cos() * w).sum() + (two * w.sin()).sum()
+
+
 def changed_in_place(x, w):
     """What is made of a parameter, by data and without."""
     first, second = w * 2, w * 3
@@ -224,6 +231,7 @@ CASES = {
     "hooks": Case(of_weights(hooks, (4, 4)), rows, compiled=False),
     "padding from the end": Case(of_weights(padding_from_the_end, (7, 4)), ids),
     "one by one": Case(ONE_BY_ONE, rows, compiled=False),
+    "moved in place": Case(of_weights(moved_in_place, (4,)), rows, False),
     "of aten": Case(of_weights(of_aten, (7, 4)), ids),
     "as it is": Case(of_weights(as_it_is, (4, 4)), rows),
     "one expert a token": Case(experts(SwitchFeedForward, capacity=2), rows),
