@@ -440,7 +440,7 @@ def compare(group: SampleGroup, func: Callable, *args: Any, **kwargs: Any) -> bo
         return a.shape == b.shape and bool((a == b).all())
 
 
-# -- handlers of functions whose gradients vmap gets wrong ------------------------------
+# -- handlers of functions that vmap gets wrong ----------------------------------------
 
 
 _aten = torch.ops.aten
