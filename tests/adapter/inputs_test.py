@@ -420,3 +420,28 @@ def test_a_mean_of_losses_beside_losses_of_samples():
     y, auxiliary = private.module(x)
     with pytest.raises(Refused, match=r"squeeze\(-1\)"):
         (auxiliary - target).square().mean()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_a_router_that_is_cast_once(dtype):
+    """As Switch of transformers casts its own in each forward."""
+
+    class Casts(Model):
+        def forward(self, x):
+            self.two = self.two.to(torch.float32)
+            return self.two(self.one(x).tanh().mean(1).float())
+
+    torch.manual_seed(0)
+    model = Casts().to(dtype)
+    private = make_private(model, "ghost_bk", batch_size=4, lr=0.0, max_grad_norm=C)
+    for _ in range(2):
+        x = torch.randn(4, T, D).to(dtype)
+        private.step(x, lambda m, x: squares(m(x)))
+        assert model.two.weight.dtype is torch.float32
+    plain = Casts().to(dtype)
+    plain.load_state_dict(model.state_dict())
+    grads = oracle(plain, x, lambda m, x: squares(m(x)))
+    expected = clipped_sum({n: g.double() for n, g in grads.items()}, "flat", C)
+    found = {n: 4 * p.grad.double() for n, p in model.named_parameters()}
+    tolerance = {torch.bfloat16: 2e-2, torch.float32: 1e-4}.get(dtype, 1e-5)
+    assert_same(found, expected, tolerance)

@@ -109,6 +109,30 @@ def complex_numbers(x, w):
     return (x.to(torch.complex128) @ torch.view_as_complex(w)).abs().sum()
 
 
+def cast(x, w):
+    z = F.linear(torch.fft.fft(x), w.to(torch.complex128)) / (2 + w[0].to(x.dtype))
+    return (z.real + z.imag * z.real).sum()
+
+
+def scattered(x, w):
+    h = torch.select_scatter(x.expand(4, 4), w[0], 0, 1)
+    return (h * torch.select_scatter(w, x[0], 1, -1)).sin().sum()
+
+
+def of_aten(x, w):
+    aten = torch.ops.aten
+    rows = aten.embedding(w * x.sum(), x, 0)
+    changed = aten.select_scatter(rows[0].cos(), w[1], 0, 2)
+    return (rows + aten.embedding.default(w, x, 0) * changed).square().sum()
+
+
+def moved_in_place(x, w):
+    """vmap would leave them as they are, and the shape may be the same."""
+    one = (x * w).flatten().as_strided_((4,), (0,), 1)
+    two = (x * w).flatten().set_((x * x)[0].flip(0)).detach()
+    return (one.cos() * w).sum() + (two * w.sin()).sum()
+
+
 def changed_in_place(x, w):
     """What is made of a parameter, by data and without."""
     first, second = w * 2, w * 3
@@ -195,6 +219,8 @@ CASES = {
     "made of parameters": Case(of_weights(made_of_parameters, (3, 4), (3,)), rows),
     "views": Case(of_weights(views, (12,)), rows),
     "complex": Case(of_weights(complex_numbers, (4, 4, 2)), rows),
+    "cast": Case(of_weights(cast, (4, 4)), rows),
+    "scattered": Case(of_weights(scattered, (4, 4)), rows),
     "unused, frozen, twice": Case(unused_frozen_twice, rows, compiled=False),
     "cancels": Case(
         of_layers(lambda x, layer: (layer(x) - layer(x)).sum(), (4, 2)), rows, False
@@ -205,6 +231,8 @@ CASES = {
     "hooks": Case(of_weights(hooks, (4, 4)), rows, compiled=False),
     "padding from the end": Case(of_weights(padding_from_the_end, (7, 4)), ids),
     "one by one": Case(ONE_BY_ONE, rows, compiled=False),
+    "moved in place": Case(of_weights(moved_in_place, (4,)), rows, False),
+    "of aten": Case(of_weights(of_aten, (7, 4)), ids),
     "as it is": Case(of_weights(as_it_is, (4, 4)), rows),
     "one expert a token": Case(experts(SwitchFeedForward, capacity=2), rows),
     "two experts a token": Case(experts(TopKFeedForward), rows),

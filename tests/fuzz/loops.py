@@ -168,7 +168,7 @@ class Case:
         asked, self.asked = self.asked, []
         found = {n: p.grad * self.size for n, p in trainable(self.model).items()}
         try:
-            assert_same(found, expected, 2e-4 if self.clean.single else 1e-8)
+            assert_same(found, expected, self.clean.tolerance)
         except AssertionError:
             moved = [self.clipped(*each, scale=1 / 3) for each in asked]
             for n, e in expected.items():

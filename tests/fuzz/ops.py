@@ -84,6 +84,26 @@ def fourier(s, h):
     )
 
 
+def cast(s, h):
+    z = torch.fft.fft(h, dim=-1) @ s.w.to(torch.complex128)
+    return (z * (2 + s.w[0].to(z.dtype))).real + z.imag
+
+
+def conjugated(s, h):
+    z = (h + s.w.to(torch.complex128)).conj() * torch.complex(h.cos(), h)
+    return z.real + z.imag
+
+
+def in_type(dtype: torch.dtype, tolerance: float) -> Callable:
+    """A step that is rounded: by entries, which is the same for samples together."""
+
+    def then(s, h):
+        made = h.tanh().to(dtype) * s.w.to(dtype)
+        return made.abs().double() if made.is_complex() else made.double()
+
+    return lambda rng: Step(then, w=weights(D), tolerance=tolerance)
+
+
 def caught(s, h):
     """A question about data, in code that goes on whatever comes of it."""
     try:
@@ -254,6 +274,11 @@ UNARY: Dict[str, Callable[[random.Random], Step]] = {
     ),
     "keys": with_weight(lambda s, h: (h @ s.w.T).softmax(-1) @ s.w, 4, D),
     "fourier": with_weight(fourier, D // 2 + 1, 2),
+    "cast to complex": with_weight(cast, D, D),
+    "conjugated": with_weight(conjugated, D),
+    "half": in_type(torch.float16, 5e-3),
+    "bfloat16": in_type(torch.bfloat16, 4e-2),
+    "complex64": in_type(torch.complex64, 2e-4),
     "attention packed": with_weight(packed_attention, 3 * D, D),
     "low rank": lambda rng: Step(
         lambda s, h: F.linear(h, s.w + s.a @ s.b),

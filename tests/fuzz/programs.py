@@ -92,9 +92,11 @@ class Program(nn.Module):
         return any(line.name in REFUSABLE for line in self.lines)
 
     @property
-    def single(self) -> bool:
-        """True if some of it is in float32."""
-        return any(p.dtype == torch.float32 for p in self.parameters())
+    def tolerance(self) -> float:
+        """What gradients may differ by, relatively, as some ops are rounded more."""
+        single = any(p.dtype == torch.float32 for p in self.parameters())
+        steps = [getattr(step, "tolerance", 0.0) for step in self.steps.values()]
+        return max(2e-4 if single else 1e-8, *steps)
 
     @property
     def takes_one(self) -> bool:

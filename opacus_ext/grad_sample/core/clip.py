@@ -699,7 +699,7 @@ def no_graph() -> Refused:
 def digest(backprops: T) -> T:
     """Returns each sample's gradient norm and a weighted sum of entries, ``[2, B]``."""
     if backprops.is_complex():
-        backprops = torch.view_as_real(backprops)
+        backprops = torch.view_as_real(backprops.resolve_conj())
     flat = upcast(backprops.flatten(1) if backprops.dim() > 1 else backprops[:, None])
     weights = torch.linspace(1, 2, flat.shape[1], dtype=flat.dtype, device=flat.device)
     parts = zip(flat.split(2**20, 1), weights.split(2**20))  # long products round

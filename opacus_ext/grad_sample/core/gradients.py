@@ -262,6 +262,9 @@ def view_of(value: ParameterValue, params: dict[int, T]) -> View | None:
 def _of_param(view: View, factors: tuple[Factor, ...]) -> tuple[Factor, ...]:
     """Converts the factors of a view's gradients to those of the parameter's."""
     p, axes, starts = view
+    if not axes:  # those of a cast to complex are one tensor: rules give no others
+        cast = [f.real if isinstance(f, T) and f.is_complex() else f for f in factors]
+        return tuple(cast)
     found: dict[int, Factor] = {}
     for axis, f in zip(axes, factors):
         start, width = starts[axis], p.shape[axis]
@@ -270,7 +273,7 @@ def _of_param(view: View, factors: tuple[Factor, ...]) -> tuple[Factor, ...]:
         else:
             rest = width - start - f.shape[2]
             found[axis] = F.pad(f, (start, rest)) if start or rest else f
-    return tuple(found[axis] for axis in sorted(found)) or factors
+    return tuple(found[axis] for axis in sorted(found))
 
 
 # -- backward --------------------------------------------------------------------------

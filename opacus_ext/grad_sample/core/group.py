@@ -168,7 +168,9 @@ class SampleGroup(TorchFunctionMode):
         for rule in RULES.get(func, ()):
             op = rule(*args, **kwargs)
             if op is not None and self._holds(op):
-                return self.by_rule(func, op, args, kwargs)
+                made = self.by_rule(func, op, args, kwargs)
+                if made is not None:
+                    return made
         batched = _any_batched((*args, *kwargs.values()))
         if batched and is_composite(func):
             with self:
@@ -208,8 +210,11 @@ class SampleGroup(TorchFunctionMode):
             found = self._values[id(x)] = ParameterValue(x)
         return found
 
-    def by_rule(self, func: Callable, op: Op, args: tuple, kwargs: dict) -> T:
-        """Runs an op that has a rule, and records its uses of parameters."""
+    def by_rule(self, func: Callable, op: Op, args: tuple, kwargs: dict) -> T | None:
+        """
+        Runs an op that has a rule, and records its uses of parameters. Returns None if
+        its output is complex, as factors are real.
+        """
         values = tuple(self.value(p) if self.is_shared(p) else None for p in op.params)
         data = [self.copy(x) if self.is_shared(x) else x for x in op.data]
         whole = op.whole if self.eager and any(map(is_batched, data)) else None
@@ -224,6 +229,8 @@ class SampleGroup(TorchFunctionMode):
             else:
                 params = zip(op.params, values)
                 y = whole([p if v is None else v.shared for p, v in params], *data)
+            if y.is_complex():
+                return None
             first = 1 if self.eager else 0  # dims of samples
             rows = tuple(x.dim() - first - n for x, n in zip(data, op.data_dims))
             at = y.dim() - first - op.event_dims

@@ -440,6 +440,28 @@ def compare(group: SampleGroup, func: Callable, *args: Any, **kwargs: Any) -> bo
         return a.shape == b.shape and bool((a == b).all())
 
 
+# -- handlers of functions that vmap gets wrong ----------------------------------------
+
+
+_aten = torch.ops.aten
+
+
+@handles(*_both("select_scatter"), _aten.select_scatter, _aten.select_scatter.default)
+def select_scatter(
+    group: SampleGroup, func: Callable, input: T, src: T, dim: int, index: int
+) -> T:
+    """Writes a slice: under vmap gradients of ``src`` count once a row of ``input``."""
+    start = index + input.shape[dim] if index < 0 else index
+    with group:
+        return torch.slice_scatter(input, src.unsqueeze(dim), dim, start, start + 1)
+
+
+@handles(*_both("as_strided_", "set_"), _aten.as_strided_, _aten.as_strided_.default)
+def moved_in_place(group: SampleGroup, func: Callable, *args: Any, **kw: Any) -> Any:
+    """Runs samples one by one: vmap leaves the tensor as it is."""
+    raise NotAtOnce(f"{func.__name__}")
+
+
 # -- handlers of autograd functions within the forward ---------------------------------
 
 

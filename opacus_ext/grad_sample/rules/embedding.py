@@ -77,7 +77,7 @@ def padded(
         return torch.where((input == padding_idx).unsqueeze(-1), rows.detach(), rows)
 
 
-@handles(torch.embedding)
+@handles(torch.embedding, torch.ops.aten.embedding, torch.ops.aten.embedding.default)
 def _embedding(
     group: Any, func: Callable, weight: T, input: T, padding_idx: int = -1, *args: Any
 ) -> T:
