@@ -61,7 +61,7 @@ class Case:
         self.size = rng.randint(1, 5)  # expected samples of a batch
         self.mode, self.wrap = rng.choice(EVERY_MODE), rng.random() < 0.7
         self.clipping = rng.choice(CLIPPINGS)
-        self.shared = "table" in self.clean.inputs and rng.random() < 0.7
+        self.shared = "table" in self.clean.inputs
         self.compiled = rng.random() < 0.04
         self.events = ["step"] + rng.choices(
             list(EVENTS), [weight for _, weight in EVENTS.values()], k=rng.randint(2, 6)
@@ -74,15 +74,13 @@ class Case:
         return (
             f"{self.clean.describe()}; mode {self.mode}, wrap {self.wrap}, "
             f"{self.clipping}, expected batch {self.size}, compiled {self.compiled}, "
-            f"small {self.small}, "
-            f"shared named {self.shared}; loop {self.events}"
+            f"small {self.small}, loop {self.events}"
         )
 
     @property
     def refusable(self) -> bool:
-        """True if it may be refused: for state, or a table that could be samples."""
-        unnamed = "table" in self.clean.inputs and not self.shared
-        return self.clean.refusable or unnamed
+        """True if it may be refused, for state."""
+        return self.clean.refusable
 
     @property
     def uses_nothing(self) -> bool:
@@ -324,7 +322,7 @@ def attempt(seed: int, compiles: bool = True) -> Any:
         except Refused as error:
             if "The loss of no sample" in str(error) and case.uses_nothing:
                 return "unfit"
-            if case.refusable or "it can't be told which" in str(error):
+            if case.refusable:
                 return None
             return Failure(seed, "refused", what, str(error)[:600])
         except Exception as error:
