@@ -9,7 +9,6 @@ from functools import partial
 from typing import Any, Callable, ContextManager, NamedTuple, Sequence
 
 import torch
-from torch.utils._pytree import tree_leaves
 
 from opacus_ext.grad_sample.adapter.compiled import (
     CompiledGroup,
@@ -18,6 +17,11 @@ from opacus_ext.grad_sample.adapter.compiled import (
     NotCompiled,
 )
 from opacus_ext.grad_sample.adapter.inputs import Inputs
+from opacus_ext.grad_sample.adapter.objects import (
+    Outcome,
+    holds_data,
+    line_that_sets,
+)
 from opacus_ext.grad_sample.adapter.outputs import (
     BatchOutput,
     Boundary,
@@ -27,7 +31,7 @@ from opacus_ext.grad_sample.adapter.outputs import (
     read_output,
 )
 from opacus_ext.grad_sample.adapter.passes import Doubt
-from opacus_ext.grad_sample.adapter.state import AloneSample, holds_data
+from opacus_ext.grad_sample.adapter.state import Change
 from opacus_ext.grad_sample.core.clip import DenseGrads
 from opacus_ext.grad_sample.core.gradients import (
     gradients_alone,
@@ -36,13 +40,11 @@ from opacus_ext.grad_sample.core.gradients import (
     unchanged,
 )
 from opacus_ext.grad_sample.core.groups import Samples, version, warn_one_by_one
-from opacus_ext.grad_sample.core.vmap import cache_kept, is_batched
+from opacus_ext.grad_sample.core.vmap import is_batched
 from opacus_ext.grad_sample.rules import NotAtOnce
 from opacus_ext.refused import Refused
 
 T = torch.Tensor
-
-_NO_DATA = (torch.dtype, torch.device)  # types whose values do not depend on data
 
 
 class GroupOutputs(NamedTuple):
@@ -84,8 +86,9 @@ class ForwardRecord:
         self.inside: Any = None  # gives the CompiledModel that the loss calls
         self._returned: list[Returned] = []
         self._count = 0  # number of groups so far
-        self._followed = True  # True if each op of the code is intercepted
-        self._clean = False  # True if the last group has left the state unchanged
+        self._alone = False  # True if the last sample has run alone
+        self.read_data = False  # True if a group has read values of the data
+        self._outcome = Outcome()  # of samples that run alone
         self._shared = [
             (x, version(x))
             for some in inputs.samples
@@ -117,10 +120,6 @@ class ForwardRecord:
         model.size = self.size
         model.begin(self.size)
         grads = [p.grad for p in self.params.values()]
-        if not model.initialized:
-            self._initialize()
-        if model.state.lost is not None:  # in a trial
-            raise self._changes(model.state.lost, "in place, and ")
         model.running = True
         try:
             model.run(self)
@@ -142,32 +141,6 @@ class ForwardRecord:
         output = combine_outputs(self, self._returned, losses)
         self._returned, self.dims = [], output.dims
         return output
-
-    def _initialize(self) -> None:
-        """
-        Runs a sample of zeros before the first batch, so that attributes that a model
-        sets once (a problem type in its config) are not made of data. Keeps nothing if
-        a number is set: values that depend on the first batch are refused.
-        """
-        self.model.initialized, state = True, self.model.state
-        if not state.has_objects:
-            return
-        mode, self.model.running = AloneSample(state), True
-        state.remember()
-        try:
-            with suppress(Exception), torch.no_grad(), warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                with mode, cache_kept():
-                    self._of_zeros()
-        finally:
-            self.model.running = False
-        for name, value, hidden in state.changes(mode.written | mode.notes.written):
-            told = mode.read_data and float in map(type, tree_leaves(value))
-            in_place = hidden or isinstance(value, T) and state.holds(value)
-            if told or in_place or holds_data(value, mode.is_data):
-                if state.restore() is not None:
-                    raise self._changes(name, "by what samples hold, and ")
-                break
 
     def _of_zeros(self) -> Any:
         """Runs a sample of zeros, or of ones as zeros may be padding."""
@@ -207,16 +180,14 @@ class ForwardRecord:
         stance = torch.compiler.set_stance
         return stance("force_eager") if self.model.has_compiled else nullcontext()
 
-    def _begin(self) -> None:
+    def _begin(self, alone: bool = False) -> None:
         """Restores the state that the first group of samples has seen."""
-        if not self._count:
-            alone = self.model.one_by_one or self.model.vmap_fails
-            self._followed = self.total is None or not alone
-            self.model.state.remember(parameters=not self._followed)
-        elif not self._clean:
+        if self._count:
             self._restore()
+        if not self._count or alone and not self._alone:
+            self.model.state.remember(parameters=alone)
+        self._alone = alone
         self._count += 1
-        self._clean = False
 
     def _restore(self) -> None:
         name = self.model.state.restore()
@@ -253,15 +224,17 @@ class ForwardRecord:
         self._begin()
         group = self.model.group(samples.size)
         inside = InsideLoss(self.inside, group) if self.inside is not None else None
-        with group.level:
-            sample = samples.tree(group.wrap)
-            with self._eagerly(), self.model.called_by(inside):
-                output = group.watch(partial(self.call, sample))
-            returned = read_output(output, group.read, samples.rows, samples.size)
-            del sample, output
-            self._check_state(
-                group.read_data, is_batched, group.notes.written, group.runs_others
-            )
+        try:
+            with group.level:
+                sample = samples.tree(group.wrap)
+                with self._eagerly(), self.model.called_by(inside):
+                    output = group.watch(partial(self.call, sample))
+                given = group.read, samples.rows, samples.size
+                returned = read_output(output, *given)
+                del sample, output
+                self._check_state(group)
+        finally:
+            self.read_data |= group.read_data
         group.free_copies()
         program, outputs = None, returned.with_graph()
         if inside is not None and inside.program is not None:
@@ -273,7 +246,7 @@ class ForwardRecord:
         """Runs one sample by plain autograd."""
         if samples.size == 1 and self._by_program(samples):
             return
-        self._begin()
+        self._begin(alone=True)
         own: list[T] = []
 
         def call() -> Any:  # with copies: code may write to its inputs
@@ -283,25 +256,14 @@ class ForwardRecord:
             with self._eagerly():
                 return self.call(samples.tree(lambda x: next(given)))
 
-        # Ops are followed if outputs or changed state may be made of data.
-        mode, follow = AloneSample(self.model.state), self._followed
-        if not follow:
-            output = call()
-            self._clean = not self.model.state.changes()
-            follow = not self._clean
-            if follow:
-                self._restore()
-        if follow:
-            with mode:
-                output = call()
-            written = mode.written | mode.notes.written
-            self._check_state(mode.read_data, mode.is_data, written, True)
+        output = call()
+        state = self.model.state
+        self._compare_state(state.changes())
 
         def read(x: Any) -> Leaf:
-            made = isinstance(x, T) and x.requires_grad and not x.is_leaf
-            if made or isinstance(x, T) and mode.is_data(x):
-                return Leaf(x[None], True)
-            return Leaf(x, False)
+            if not isinstance(x, T) or x in self.model.names or state.holds(x):
+                return Leaf(x, False)
+            return Leaf(x[None], True)
 
         leaves = (x for x, by in zip(samples.leaves, samples.by_sample) if by)
         for x, copy in zip(leaves, own):
@@ -314,14 +276,13 @@ class ForwardRecord:
         inputs = {id(x) for x in self.leaves}
         for leaf in graph_of(list(outputs.values()))[0]:
             if id(leaf) not in inputs:
-                self.model.check_leaf(leaf, mode.notes.leaves if follow else None)
+                self.model.check_leaf(leaf)
         self._keep(returned, GroupOutputs(row.squeeze(0), None, outputs))
 
     def without_samples(self) -> None:
         """Runs an empty batch: a sample of zeros, whose rows are dropped."""
         self._begin()
-        output = self._of_zeros()
-        self.model.state.restore()
+        output = self._of_zeros()  # what it leaves on modules is made without data
 
         def read(x: Any) -> Leaf:
             return Leaf(x[None][:0], True) if isinstance(x, T) else Leaf(x, False)
@@ -342,28 +303,43 @@ class ForwardRecord:
             returned = returned._replace(leaves=leaves)
         self._returned.append(returned)
 
-    def _check_state(
-        self,
-        read_data: bool,
-        is_data: Callable[[T], bool],
-        written: set[int],
-        hides: bool,
-    ) -> None:
+    def _check_state(self, group: Any) -> None:
         """
-        Refuses changed state that is made of data. If the code ``hides`` nothing and
-        has read no data, it can't put data where no op is seen to write.
+        Refuses changed state that is made of data, after samples that ran together.
+        Code of others may write data where no op is seen to write.
         """
-        for name, value, hidden in self.model.state.changes(
-            written, read_data or hides
-        ):
-            told = read_data and not isinstance(value, _NO_DATA)
-            if told or hidden or holds_data(value, is_data):
+        compare = group.read_data or group.runs_others
+        changes = self.model.state.changes(compare)
+        for name, value, hidden in changes:
+            if hidden or holds_data(value, is_batched):
                 raise self._changes(name, "by what samples hold, and ")
+        if self.read_data or group.read_data:
+            self._compare_state(changes)
+
+    def _compare_state(self, changes: list[Change]) -> None:
+        """
+        Refuses changes that a number of the data may tell: those that other samples, or
+        one of zeros in the place of a single one, do not make.
+        """
+        name = self._outcome.differs(changes)
+        if name is None and changes and self.size == 1:
+            name = self._outcome.differs(self._left_by_zeros())
+        if name is not None:
+            raise self._changes(name, "by what samples hold, and ")
+
+    def _left_by_zeros(self) -> list[Change]:
+        """Returns what a sample of zeros changes."""
+        self._restore()
+        with suppress(Exception), torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            self._of_zeros()
+        return self.model.state.changes()
 
     def _changes(self, name: str, how: str) -> Refused:
+        line = line_that_sets(self.model.state.modules, name)
         return self.model.refused(
             f"its forward changes {name}, {how}would carry data from sample to sample "
-            "or from batch to batch without noise.",
+            f"or from batch to batch without noise{line}.",
             "Return the value, or pass it as an argument, instead of storing it; "
             "replace layers with running statistics.",
             name,

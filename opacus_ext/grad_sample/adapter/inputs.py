@@ -18,9 +18,9 @@ from torch import nn
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import TreeSpec, keystr, tree_unflatten
 
+from opacus_ext.grad_sample.adapter.objects import PLAIN
 from opacus_ext.grad_sample.adapter.outputs import flatten
 from opacus_ext.grad_sample.adapter.passes import Doubt, draw_of
-from opacus_ext.grad_sample.adapter.state import PLAIN
 from opacus_ext.grad_sample.core.groups import Samples, samples_of, version
 from opacus_ext.grad_sample.core.values import set_apart
 from opacus_ext.refused import Refused, warn_once

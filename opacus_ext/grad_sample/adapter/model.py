@@ -18,7 +18,7 @@ from opacus_ext.grad_sample.adapter.forward import ForwardRecord
 from opacus_ext.grad_sample.adapter.inputs import InputReader, Inputs
 from opacus_ext.grad_sample.adapter.outputs import Leaf
 from opacus_ext.grad_sample.adapter.passes import Passes
-from opacus_ext.grad_sample.adapter.state import Notes, State, TensorSet, memory
+from opacus_ext.grad_sample.adapter.state import State
 from opacus_ext.grad_sample.core.dynamo import (
     Settings,
     count_a_frame,
@@ -30,10 +30,12 @@ from opacus_ext.grad_sample.core.dynamo import (
 from opacus_ext.grad_sample.core.gradients import refuse_hooks
 from opacus_ext.grad_sample.core.group import SampleGroup
 from opacus_ext.grad_sample.core.groups import Samples, in_groups
+from opacus_ext.grad_sample.core.values import memory
 from opacus_ext.grad_sample.core.vmap import cache_kept, is_batched
 from opacus_ext.refused import ProcessFailure, Refused, warn_once
 
 T = torch.Tensor
+_GET_DATA = getattr(T.data, "__get__")
 _OF_OTHERS = OpOverload, OpOverloadPacket, HigherOrderOperator
 # The types of torch's own functions: checking for others, abstract, takes longer.
 _PLAIN = {type(x) for x in (torch.add, T.add, T.__add__, torch.einsum)}
@@ -52,7 +54,7 @@ class ModelGroup(SampleGroup):
 
     def __init__(self, model: PrivateModel, size: int):
         super().__init__(model.params.values(), size)
-        self.model, self.notes = model, Notes(model.state)
+        self.model = model
         self.frees_parameters = model.frees_parameters
 
     def __torch_function__(
@@ -60,13 +62,14 @@ class ModelGroup(SampleGroup):
     ) -> Any:
         if type(func) not in _PLAIN and isinstance(func, _OF_OTHERS):
             self.runs_others = True
-        run = partial(super().__torch_function__, func, types, args, kwargs)
-        return self.notes.call(func, args, run)
+        elif func is _GET_DATA:
+            self.model.state.reach(args[0])
+        return super().__torch_function__(func, types, args, kwargs)
 
     def _is_constant(self, x: T) -> bool:
         constant = super()._is_constant(x)
         if constant:
-            self.model.check_leaf(x, self.notes.leaves)
+            self.model.check_leaf(x)
         return constant
 
     def read(self, x: Any) -> Leaf:
@@ -121,7 +124,6 @@ class PrivateModel:
         self.size = 0
         self.passes = Passes()
         self.output_dims: dict[tuple[str, torch.Size], int] = {}  # see ForwardRecord
-        self.initialized = False  # True once attributes of a first forward are set
         self.vmap_fails = False
         self.settings = settings_of(module)
         self.has_compiled = any(map(settings_of, module.modules()))
@@ -144,18 +146,15 @@ class PrivateModel:
         """The trainable parameters by name, among those present at make_private."""
         return {n: p for p, n in self.names.items() if p.requires_grad}
 
-    def check_leaf(self, x: T, made: TensorSet | None) -> None:
+    def check_leaf(self, x: T) -> None:
         """
-        Refuses a trainable leaf that the model did not have at make_private, unless
-        the forward has made it.
+        Refuses a parameter that the model did not have at make_private, and a tensor on
+        a module that is trained and no parameter.
         """
-        if x in self.names or made is not None and x in made:
+        if x in self.names or not isinstance(x, nn.Parameter) | self.state.holds(x):
             return
-        if made is None and not isinstance(x, nn.Parameter):
-            return  # ops were not followed
-        if isinstance(x, nn.Parameter):  # maybe a view of a parameter
-            if any(memory(x) == memory(p) for p in self.names):
-                return
+        if any(memory(x) == memory(p) for p in self.names):
+            return  # a view of a parameter
         raise self.refused(
             f"its forward uses a trainable parameter of shape {tuple(x.shape)} that "
             "the model did not have at make_private.",

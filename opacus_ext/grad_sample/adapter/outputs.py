@@ -17,7 +17,7 @@ from torch.utils._pytree import (
     tree_unflatten,
 )
 
-from opacus_ext.grad_sample.adapter.state import PLAIN, holds_data
+from opacus_ext.grad_sample.adapter.objects import PLAIN, holds_data
 from opacus_ext.grad_sample.core.values import are_same, as_bits
 from opacus_ext.grad_sample.core.vmap import will_run
 from opacus_ext.refused import Refused

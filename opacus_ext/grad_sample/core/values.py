@@ -12,6 +12,7 @@ from typing import Any, Hashable, NamedTuple, Sequence
 
 import numpy as np
 import torch
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import TreeSpec
 
@@ -19,6 +20,7 @@ T = torch.Tensor
 
 _AS_THEY_ARE = {int, bool, str, bytes, type(None), torch.dtype, torch.device}
 _AS_THEY_ARE |= {torch.layout, torch.memory_format}
+_MANY = 10_000  # the most entries of a tensor of a model's state that are compared
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -90,7 +92,34 @@ def have_same_bits(one: T, other: T) -> bool:
     return torch.equal(as_bits(one), as_bits(other))
 
 
+def compared_entries(x: T) -> Any:
+    """Returns the entries of a tensor to compare: all, or some if there are many."""
+    if x.layout is not torch.strided or x.is_meta:
+        return None
+    view = x.detach()
+    while view.numel() > _MANY:
+        longest = max(range(view.dim()), key=view.shape.__getitem__)
+        view = view.transpose(0, longest)[::2]
+    return view
+
+
+def holds_still(x: T, copy: T) -> bool:
+    """Returns True if a tensor's entries equal an earlier copy of these."""
+    view = compared_entries(x)
+    return view is not None and have_same_bits(view, copy)
+
+
 # -- memory ----------------------------------------------------------------------------
+
+
+def memory(x: T) -> int:
+    """Returns the address of a tensor's memory, which its views share."""
+    if isinstance(x, DTensor):
+        with torch.no_grad():
+            x = x.to_local()
+    if x.layout is not torch.strided or is_traceable_wrapper_subclass(x):
+        return 0
+    return x.untyped_storage().data_ptr()
 
 
 class _Span(NamedTuple):

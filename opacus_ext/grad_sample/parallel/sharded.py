@@ -6,7 +6,7 @@ nothing.
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from functools import partial
 from typing import Any, Callable, Sequence
 
@@ -16,7 +16,9 @@ from torch import nn
 from opacus_ext.grad_sample.adapter.forward import ForwardRecord, GroupOutputs
 from opacus_ext.grad_sample.adapter.inputs import InputReader, Inputs
 from opacus_ext.grad_sample.adapter.model import PrivateModel
+from opacus_ext.grad_sample.adapter.objects import leaves_of
 from opacus_ext.grad_sample.adapter.outputs import Returned
+from opacus_ext.grad_sample.adapter.state import Change
 from opacus_ext.grad_sample.core.clip import ClippedSum
 from opacus_ext.grad_sample.core.gradients import gradients_alone, gradients_of_group
 from opacus_ext.grad_sample.core.groups import Samples
@@ -35,12 +37,26 @@ class ShardedForward(ForwardRecord):
     """A forward pass whose groups may be of nobody: of a sample of zeros."""
 
     model: ShardedModel
-    read_data = False  # True if a group has read values of the data
     _used: set[int] | None = None  # outputs that losses use, or None for all
 
-    def _initialize(self) -> None:
-        super()._initialize()
-        self.model.rounds.reset()
+    def initialize(self) -> None:
+        """
+        Runs a sample of zeros in all processes before the first batch. So flags that a
+        model sets once are made without data, also where a process has a single sample.
+        """
+        model, state = self.model, self.model.state
+        model.initialized = True
+        if state.has_objects:  # to hold flags, such as a config
+            state.remember()
+            with suppress(Exception), torch.no_grad():
+                self._of_zeros()
+            values = [x for change in state.changes() for x in leaves_of(change.value)]
+            if not all(isinstance(x, (bool, str, type(None))) for x in values):
+                state.restore()
+        model.rounds.reset()
+
+    def _left_by_zeros(self) -> list[Change]:
+        return []  # the other processes would not take part
 
     def find_output_dim(self, name: str, shape: torch.Size) -> int | None:
         """See :class:`~adapter.forward.ForwardRecord`; other processes do not run."""
@@ -62,10 +78,6 @@ class ShardedForward(ForwardRecord):
                 for x in returned.leaves
             ]
             self._returned.append(returned._replace(rows=rows, size=0, leaves=leaves))
-
-    def _check_state(self, read_data: bool, *given: Any) -> None:
-        self.read_data |= read_data
-        super()._check_state(read_data, *given)
 
     def add_gradients(self, total: Any, grads: Sequence[T | None]) -> list[T | None]:
         """See :class:`~adapter.forward.ForwardRecord`."""
@@ -121,6 +133,7 @@ class ShardedModel(PrivateModel):
     record_type, reader_type = ShardedForward, ShardedReader
     is_shared_out = frees_parameters = True
     inputs: ShardedReader
+    initialized = False  # True once attributes of a first forward are set
     _form: list[Samples] = []  # how a sample looks
 
     def __init__(self, module: nn.Module, *args: Any, **kwargs: Any):
@@ -130,7 +143,6 @@ class ShardedModel(PrivateModel):
         self.handles, self.gathered = self.rounds.handles, shards.gathered
         self.mesh = shards.mesh
         self.vmap_fails = self.mesh is not None
-        self.state.also_holds(self.gathered.values())
         self.names.update({p: n for n, p in self.gathered.items()})
 
     @property
@@ -150,6 +162,8 @@ class ShardedModel(PrivateModel):
     def run(self, forward: Any) -> None:
         """Runs all samples in rounds."""
         self.shards.refuse_changes()
+        if not self.initialized:
+            forward.initialize()
         samples = forward.inputs.samples or self._form
         if not samples:
             raise self.refused(
