@@ -425,6 +425,7 @@ def _attach(
     optimizer.mode = first
     private = common.private_model_of(module)
     if private is not None:
+        private.stepped_by = weakref.ref(optimizer)
         module.autograd_grad_sample_hooks.extend(peft.attach_checks(module))
         watch_loader(rest[-1], optimizer, private.inputs, private.passes)
         if hasattr(optimizer, "tell") and not private.is_shared_out:

@@ -299,7 +299,8 @@ LOOPS = {
     "set": ("ghost_bk", labels({1, 2}), "a set, whose items"),
     "mapping": ("ghost_bk", labels(UserDict(y=torch.ones(SIZE))), "a UserDict, whose"),
     "boxes": ("ghost_bk", labels([torch.ones(1)] * SIZE), "a list of Tensor, whose"),
-    "l2": ("ghost_bk", lambda s: (s.loss() + l2(s)).backward(), "outside of the model"),
+    "l2": ("ghost_bk", lambda s: (s.loss() + l2(s)).backward(), "weight_decay=mu"),
+    "l2, h": ("hooks", lambda s: (s.loss() + l2(s)).backward(), "p.lerp_.q, lr . mu"),
     "l2 later": (
         "ghost_bk",
         loop("backward", lambda s: l2(s).backward(), "step"),
@@ -456,6 +457,24 @@ def test_half_of_the_parameters_over_many_steps(mode):
         s.step()
     moved = [not torch.equal(p, q) for p, q in zip(before, model.parameters())]
     assert moved == [True, True, False, False]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_penalties_after_the_step():
+    """What the error of a penalty says to do is a step along its gradient."""
+    s = Setup(noise_multiplier=0.0)
+    with pytest.raises(Refused) as error:
+        (s.loss() + l2(s)).backward()
+    (line,) = re.findall(r"no_grad\(\): (.*?\]);", str(error.value))
+    s.step()
+    given = {"model": s.model, "lr": 0.1, "mu": 0.5}
+    moved = [p.detach().clone() for p in s.model.parameters()]
+    given["start"] = [torch.ones_like(p) for p in moved]
+    with torch.no_grad():
+        eval(line, given)
+    for p, q, w in zip(s.model.parameters(), moved, given["start"]):
+        assert torch.allclose(p, q - 0.1 * 0.5 * (q - w))
+    s.step()
 
 
 def test_a_list_that_is_a_constant():

@@ -344,6 +344,29 @@ class Loss(Model):
         return super().forward(x).square().mean()
 
 
+class Spans(Model):
+    """As BiDAF: two distributions over T places."""
+
+    def forward(self, x):
+        logits = self.two(self.one(x).tanh())
+        return tuple(part.squeeze().softmax(-1) for part in logits.split(1, -1))
+
+
+@pytest.mark.parametrize("mode", ["hooks", "ghost_bk", "scan"])
+@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("places", [1, 3])
+def test_heads_that_squeeze(mode, size, places):
+    """Whatever the criterion, and the draw."""
+    private = make_private(
+        Spans().double(), mode, batch_size=size, criterion=nn.CrossEntropyLoss()
+    )
+    criterion = private.criterion or nn.CrossEntropyLoss()
+    x, y = torch.randn(size, places, D).double(), torch.zeros(size, dtype=torch.long)
+    with pytest.raises(Refused, match=r"squeezes the batch dim.*squeeze\(-1\)"):
+        starts, ends = private.module(x)
+        criterion(starts, y) + criterion(ends, y)
+
+
 @pytest.mark.parametrize("make", [Squeezed, Listed])
 @pytest.mark.parametrize("size", [1, 4])
 def test_a_forward_that_squeezes_the_batch_away(make, size):

@@ -15,7 +15,7 @@ from torch.utils._pytree import (
     tree_unflatten,
 )
 
-from opacus_ext.grad_sample.adapter.outputs import NotEqual
+from opacus_ext.grad_sample.adapter.outputs import SQUEEZED, NotEqual
 from opacus_ext.grad_sample.adapter.state import State
 from opacus_ext.grad_sample.core.group import SampleGroup
 from opacus_ext.grad_sample.core.groups import Samples, in_groups
@@ -230,6 +230,13 @@ class SampleCriterion:
 
     def _not_samples(self, leaves: list, size: int) -> Refused:
         shapes = [tuple(x.shape) for x in leaves if isinstance(x, T)]
+        if any(isinstance(x, T) and x.requires_grad and not x.dim() for x in leaves):
+            return self._refused(
+                f"was given a number that the model returns for each sample (shapes "
+                f"{shapes}).",
+                SQUEEZED + " If it is the model's own loss, call loss.backward(), or "
+                "criterion(opacus_ext.losses.model_losses(model, batch)).backward().",
+            )
         return self._refused(
             f"was given shapes {shapes} for a batch of {size} samples.",
             "The privacy unit is the sample: give outputs and targets [B, ...]; for "

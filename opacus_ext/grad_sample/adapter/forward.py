@@ -98,7 +98,8 @@ class ForwardRecord:
     def output(self) -> Any:
         """Runs the samples, and returns the output of the batch."""
         output = self._forward(losses=False)
-        return output.with_tensors(self._with_graph(output), self.model.loss_type)
+        mean_of = partial(self.model.mean_of, self)
+        return output.with_tensors(self._with_graph(output), mean_of)
 
     def losses(self) -> T:
         """Runs the samples, and returns their losses ``[B]``."""

@@ -90,12 +90,11 @@ class PrivateModel:
         size: batch size of the last call
         passes: the backward passes whose gradients the next step takes
         compiles: True if samples may run in compiled programs
-        loss_type: type of the means of losses that the model returns
+        mean_of: makes what the model returns for losses ``[B]`` of a ForwardRecord
     """
 
     record_type, reader_type = ForwardRecord, InputReader
     handles: Sequence[Any] = ()  # of hooks on modules
-    loss_type: type = T
     is_shared_out = False  # True if processes have shares of its parameters
     frees_parameters = False  # True if their memory is freed in the backward pass
 
@@ -117,6 +116,8 @@ class PrivateModel:
         self.state = State(module)
         self.backward: Callable = lambda record, grads: [None] * len(record.leaves)
         self.begin: Callable[[int], None] = lambda size: None
+        self.stepped_by: Callable[[], Any] = lambda: None  # gives its optimizer
+        self.mean_of: Callable[[ForwardRecord, T], T] = lambda record, x: x.mean()
         self.optimizer: Callable[[], Any] = lambda: None  # of one of several processes
         self.size = 0
         self.passes = Passes()

@@ -247,7 +247,12 @@ def not_private(private: PrivateModel, p: Any, what: str) -> Refused:
             "are unknown.",
             parameter=name,
             remedy="Use it inside the forward of the module that owns it; if only a "
-            "part of the model is called, make that part private.",
+            "part of the model is called, make that part private. A penalty on weights "
+            "is the same for all samples, and needs no privacy: leave it out of the "
+            "loss, and for mu / 2 * |w - start|^2 (FedProx) step towards start after "
+            "optimizer.step(): with torch.no_grad(): [p.lerp_(q, lr * mu) for p, q in "
+            "zip(model.parameters(), start)]; for mu / 2 * |w|^2 give your optimizer "
+            "weight_decay=mu.",
         )
     return Refused(
         f"{private.describe()}: {what} computed by another model, with a parameter of "
