@@ -361,6 +361,7 @@ def _make_private(make_private: Callable) -> Callable:
             if _stock:
                 refuse_copies(getattr(kwargs["data_loader"], "dataset", None))
                 return make_private(self, module=module, **kwargs)
+            module = common.trained_of(module)
             mode, by_hand = MODES.get(kwargs.get("grad_sample_mode", "hooks")), None
             if mode is not None and kwargs.get("wrap_model", True):
                 by_hand = common.ByHand.of(module, mode.module, **kwargs)

@@ -1,6 +1,7 @@
 """Properties that every mode has, whatever the model."""
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -457,3 +458,46 @@ def test_state_dict_after_a_step(mode):
     private.step(torch.randn(8, 1, 8, 8), square_loss)
     assert list(private.module.state_dict()) == names
     assert not list(private.module.buffers())
+
+
+@pytest.mark.parametrize("mode", [*MODES, "scan", "auto"])
+def test_whole_models_are_copied_and_pickled(mode):
+    """As plain models, without gradients of samples; copies can be made private."""
+    x = torch.randn(3, 4).double()
+    private = make_private(nn.Linear(4, 2).double(), mode, batch_size=3)
+    private.step(x, square_loss)
+    whole, expected = private.module, private.module(x).detach()
+    with pytest.raises(Refused, match="gradient without noise.*zero_grad"):
+        pickle.dumps(whole._module)
+    kept = [copy.deepcopy(whole), pickle.loads(pickle.dumps(whole))]
+    private.optimizer.zero_grad()
+    kept += [copy.deepcopy(whole._module), pickle.loads(pickle.dumps(whole._module))]
+    for made in kept:
+        assert torch.equal(made(x), expected)
+        for p in made.parameters():
+            assert not any(
+                isinstance(value, torch.Tensor) for value in vars(p).values()
+            )
+        again = make_private(made, mode, batch_size=3)
+        before = [p.detach().clone() for p in made.parameters()]
+        again.step(x, square_loss)
+        assert not any(map(torch.equal, before, made.parameters()))
+        again.optimizer.zero_grad()
+    assert torch.equal(whole(x), expected)
+
+
+@pytest.mark.filterwarnings("ignore:.*saves no memory")
+@pytest.mark.parametrize("mode", [*MODES, "scan", "auto"])
+def test_a_checkpoint_around_the_private_model(mode):
+    """It is trained exactly, and nothing is computed twice."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2)).double()
+    batch = torch.randn(B, 4).double()
+    grads = oracle(model, batch, square_loss)
+    c = half_clipped(grads)
+    private = make_private(model, mode, batch_size=B, max_grad_norm=c)
+    given = private.module
+    private.module = lambda x: checkpoint(given, x, use_reentrant=False)
+    private.step(batch, square_loss)
+    got = {n: B * p.grad for n, p in trainable(model).items()}
+    assert_same(got, clipped_sum(grads, "flat", c), 1e-8)

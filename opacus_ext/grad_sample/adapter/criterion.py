@@ -134,8 +134,11 @@ class SampleCriterion:
             found.append((row, call(some.alone(i))[None]))
 
         if not samples.size:
-            like = next(x for x, own in zip(samples.leaves, samples.by_sample) if own)
-            return like.sum() + like.new_zeros(0)
+            given = zip(samples.leaves, samples.by_sample)
+            empty = next((x for x, own in given if own), None)
+            if empty is None:
+                raise self._not_samples(samples.leaves, 0)
+            return empty.sum() + empty.new_zeros(0)
         in_groups([samples], at_once, alone)
         changes = self.state.changes()
         if changes:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import warnings
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any, Callable, Iterator, Sequence
+from typing import Any, Callable, ContextManager, Iterator, Sequence
 
 import torch
 from torch import nn
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils._pytree import tree_map_only
 
@@ -30,7 +31,7 @@ from opacus_ext.grad_sample.core.dynamo import (
 from opacus_ext.grad_sample.core.gradients import refuse_hooks
 from opacus_ext.grad_sample.core.group import SampleGroup
 from opacus_ext.grad_sample.core.groups import Samples, in_groups
-from opacus_ext.grad_sample.core.vmap import cache_kept, is_batched
+from opacus_ext.grad_sample.core.vmap import cache_kept, checkpoint_around, is_batched
 from opacus_ext.refused import ProcessFailure, Refused, warn_once
 
 T = torch.Tensor
@@ -254,7 +255,7 @@ class PrivateModel:
             return module._call_impl(*sample[0], **sample[1])
 
         try:
-            with self.telling("forward pass"):
+            with self.telling("forward pass"), self._kept():
                 self.check_hooks()
                 inputs = self.inputs.read(args, kwargs)
                 record = self.record_type(self, inputs, forward)
@@ -265,6 +266,26 @@ class PrivateModel:
             set_compiler(compiler)
             if settings is not None and settings.fullgraph:
                 count_a_frame()
+
+    def _kept(self) -> ContextManager:
+        """Keeps for the backward pass what a checkpoint around the model would not."""
+        around = checkpoint_around()
+        if not around:
+            return nullcontext()
+        if around == "again":
+            raise self.refused(
+                "torch.utils.checkpoint.checkpoint, around the private model and more, "
+                "calls it a second time in the backward pass.",
+                "Call the model outside of the checkpoint; checkpoints inside its "
+                "forward save memory.",
+            )
+        warn_once(
+            self,
+            "checkpoint",
+            f"{self.describe()}: a checkpoint around the private model saves no memory."
+            " Checkpoints inside its forward do.",
+        )
+        return saved_tensors_hooks(lambda x: x, lambda x: x)
 
     def _called(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if self._inside is None or not torch.is_grad_enabled():

@@ -82,6 +82,17 @@ saved_tensor_hooks: Callable[[], tuple | None] = functools.partial(
 )
 
 
+def checkpoint_around() -> str:
+    """
+    Returns "forward" in a call by torch's checkpoint (``use_reentrant=False``), "again"
+    where it computes anew, otherwise "".
+    """
+    pack: Any = (saved_tensor_hooks() or [None])[0]
+    if getattr(pack, "__module__", "") != "torch.utils.checkpoint":
+        return ""
+    return "again" if "recomputation" in pack.__qualname__ else "forward"
+
+
 def cache_kept() -> ContextManager:
     """Restores the cache of ``parametrize.cached`` at the end of the block."""
     return patch.dict(parametrize._cache)

@@ -10,7 +10,7 @@ import torch
 from opacus.utils import fast_gradient_clipping_utils as stock
 from torch import nn
 from torch.autograd.graph import GradientEdge
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from opacus_ext.grad_sample.adapter.criterion import SampleCriterion
 from opacus_ext.grad_sample.adapter.forward import ForwardRecord
@@ -25,7 +25,7 @@ from opacus_ext.grad_sample.core.gradients import no_autocast
 from opacus_ext.grad_sample.core.groups import Samples
 from opacus_ext.grad_sample.core.two_passes import TwoPassSum
 from opacus_ext.grad_sample.factors import GradSample
-from opacus_ext.grad_sample.modes.common import PrivateMode, not_private
+from opacus_ext.grad_sample.modes.common import PrivateMode, not_called, not_private
 from opacus_ext.refused import Refused, warn_once
 
 T = torch.Tensor
@@ -226,8 +226,20 @@ class ClippedCriterion(stock.DPLossFastGradientClipping):
         private = self.module.private
         with private.telling("criterion"):
             size = private.size if shape is None else shape[0]
-            losses = self.by_sample(args, kwargs, shape, size)
+            try:
+                losses = self.by_sample(args, kwargs, shape, size)
+            except Refused:
+                _refuse_other_outputs(private, (args, kwargs))
+                raise
         return ClippedLoss(self.module, self.optimizer, losses, self.loss_reduction)
+
+
+def _refuse_other_outputs(private: Any, given: Any) -> None:
+    """Refuses outputs that do not come from a call of the private model."""
+    leaves = [x for x in tree_leaves(given) if isinstance(x, T)]
+    found = [x for x in leaves if x.requires_grad]
+    if torch.is_grad_enabled() and not dependencies_of(found).nodes:
+        raise not_called(private)
 
 
 class Ghost(PrivateMode):
