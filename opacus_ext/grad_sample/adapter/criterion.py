@@ -20,7 +20,7 @@ from opacus_ext.grad_sample.adapter.state import State
 from opacus_ext.grad_sample.core.group import SampleGroup
 from opacus_ext.grad_sample.core.groups import Samples, in_groups
 from opacus_ext.grad_sample.core.values import key_of_tree, set_apart
-from opacus_ext.refused import Refused
+from opacus_ext.refused import Refused, add_note
 
 T = torch.Tensor
 
@@ -70,7 +70,7 @@ class SampleCriterion:
             size = next(sizes, size)
         if losses is None:
             samples = self._samples(kind, leaves, spec, shape, size)
-            losses = self._losses(samples)
+            losses = self._explained(samples)
             if torch.is_grad_enabled():
                 whole = (i for i, own in enumerate(samples.by_sample) if not own)
                 self._tables.update((kind, i) for i in whole)
@@ -107,6 +107,22 @@ class SampleCriterion:
         for i, x in zip(places, tensors):
             samples[i] = x
         return Samples(None, samples, by_sample, spec, size)
+
+    def _explained(self, samples: Samples) -> T:
+        """Returns the losses; an error says that samples are alone in the criterion."""
+        try:
+            return self._losses(samples)
+        except Exception as error:
+            if not isinstance(error, (Refused, torch.OutOfMemoryError)):
+                pairs = zip(samples.leaves, samples.by_sample)
+                shapes = [tuple(x.shape[1:]) for x, own in pairs if own]
+                add_note(
+                    error,
+                    f"The criterion {self.name} is given each sample alone, as a batch "
+                    f"of one: shapes {shapes} of {samples.size} samples. Compute the "
+                    "loss of a sample from that sample alone.",
+                )
+            raise
 
     def _losses(self, samples: Samples) -> T:
         found: list[tuple[T | None, T]] = []

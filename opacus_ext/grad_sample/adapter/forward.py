@@ -38,7 +38,7 @@ from opacus_ext.grad_sample.core.gradients import (
 from opacus_ext.grad_sample.core.groups import Samples, version, warn_one_by_one
 from opacus_ext.grad_sample.core.vmap import cache_kept, is_batched
 from opacus_ext.grad_sample.rules import NotAtOnce
-from opacus_ext.refused import Refused
+from opacus_ext.refused import Refused, add_note
 
 T = torch.Tensor
 
@@ -125,9 +125,11 @@ class ForwardRecord:
         model.running = True
         try:
             model.run(self)
-        except BaseException:
+        except BaseException as error:
             if self._count:
                 model.state.restore()
+            if isinstance(error, Exception):
+                self._explain(error)
             raise
         finally:
             model.running = False
@@ -143,6 +145,18 @@ class ForwardRecord:
         output = combine_outputs(self, self._returned, losses)
         self._returned, self.dims = [], output.dims
         return output
+
+    def _explain(self, error: Exception) -> None:
+        """Adds to an error of the model's code how that was called."""
+        if not isinstance(error, (Refused, torch.OutOfMemoryError)):
+            add_note(
+                error,
+                f"{self.model.describe()} runs each sample alone, as a batch of one: "
+                f"{self.inputs.of_one()}. What needs others (an index into the batch, "
+                "its statistics, its size) is to be computed of the sample alone, or "
+                "before the call; where samples are no rows, give make_private(take="
+                "function); for losses of any form there is opacus_ext.clipped_grads.",
+            )
 
     def _initialize(self) -> None:
         """

@@ -38,6 +38,16 @@ class Inputs(NamedTuple):
     zeros: Callable[..., Any]  # makes a sample filled with zeros, or another number
     given: Any = None  # the ``(args, kwargs)`` of the call
     doubt: Doubt | None = None
+    names: Sequence[str] = ()  # of the leaves of samples, if known
+
+    def of_one(self) -> str:
+        """Returns names and shapes of what a sample of the first kind is made of."""
+        some = self.samples[0]
+        names = self.names or [""] * len(some.leaves)
+        found = zip(names, some.leaves, some.by_sample)
+        return ", ".join(
+            f"{n} {tuple(x.shape[1:])}".strip() for n, x, own in found if own
+        )
 
 
 class Given(NamedTuple):
@@ -405,7 +415,8 @@ class InputReader:
                 )
         samples = Samples(None, leaves, by_sample, given.spec, size)
         whole = tree_unflatten(given.leaves, given.spec)
-        return Inputs([samples], size, trained, samples.zeros, whole)
+        names = given.names
+        return Inputs([samples], size, trained, samples.zeros, whole, names=names)
 
 
 def _of_both(take: Take) -> Take:

@@ -161,7 +161,9 @@ class PrivateModel:
         raise self.refused(
             f"its forward uses a trainable parameter of shape {tuple(x.shape)} that "
             "the model did not have at make_private.",
-            "Add adapters and layers before make_private, or freeze it.",
+            "Add adapters and layers before make_private, or freeze it; "
+            "torch.func.linearize makes copies of parameters, where torch.func.jvp "
+            "does not.",
         )
 
     def tried(self, call: Callable[[Any], Any], inputs: Any) -> Any:

@@ -30,7 +30,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from opacus_ext.grad_sample.core.groups import READING
 from opacus_ext.grad_sample.core.values import are_same, have_same_bits
-from opacus_ext.grad_sample.core.vmap import is_batched
+from opacus_ext.grad_sample.core.vmap import innermost, is_batched
 from opacus_ext.grad_sample.rules import HANDLERS
 
 T = torch.Tensor
@@ -253,6 +253,7 @@ def memory(x: T) -> int:
     if isinstance(x, DTensor):
         with torch.no_grad():
             x = x.to_local()
+    x = innermost(x)
     if x.layout is not torch.strided or is_traceable_wrapper_subclass(x):
         return 0
     return x.untyped_storage().data_ptr()

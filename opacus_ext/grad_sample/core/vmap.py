@@ -119,6 +119,13 @@ def decomposed(function: Callable) -> Callable:
     return found
 
 
+def innermost(x: torch.Tensor) -> torch.Tensor:
+    """Returns the tensor that torch.func transforms have wrapped, if any."""
+    while _functorch.is_functorch_wrapped_tensor(x):
+        x = _functorch.get_unwrapped(x)
+    return x
+
+
 def whole(x: torch.Tensor) -> torch.Tensor:
     """Returns the tensor of all samples; ``x`` itself outside of vmap."""
     while is_batched(x):

@@ -14,7 +14,11 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from opacus_ext.grad_sample.adapter.criterion import SampleCriterion
 from opacus_ext.grad_sample.adapter.forward import ForwardRecord
-from opacus_ext.grad_sample.adapter.outputs import Dependencies, dependencies_of
+from opacus_ext.grad_sample.adapter.outputs import (
+    Dependencies,
+    NotEqual,
+    dependencies_of,
+)
 from opacus_ext.grad_sample.core.clip import (
     ClippedSum,
     DenseGrads,
@@ -236,8 +240,10 @@ class ClippedCriterion(stock.DPLossFastGradientClipping):
 
 def _refuse_other_outputs(private: Any, given: Any) -> None:
     """Refuses outputs that do not come from a call of the private model."""
-    leaves = [x for x in tree_leaves(given) if isinstance(x, T)]
-    found = [x for x in leaves if x.requires_grad]
+    leaves = tree_leaves(given)
+    if any(isinstance(x, (ClippedLoss, NotEqual)) for x in leaves):
+        return
+    found = [x for x in leaves if isinstance(x, T) and x.requires_grad]
     if torch.is_grad_enabled() and not dependencies_of(found).nodes:
         raise not_called(private)
 
