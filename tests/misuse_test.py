@@ -333,7 +333,7 @@ LOOPS = {
         loop("backward", clip_grad_norm, "step"),
         "clip_grad_norm_",
     ),
-    "views": ("ghost_bk", lambda s: views(s, s.loader), "views of a record"),
+    "views": ("ghost_bk", lambda s: views(s, s.loader), "K views.*PerRecord"),
     "two": ("ghost_bk", loop("backward", "backward", "step"), "BatchMemoryManager"),
     "two, h": ("hooks", loop("backward", "backward", "step"), "second time.*accumula"),
     "two losses, h": ("hooks", loop("backward", "backward"), "backward.. on their sum"),

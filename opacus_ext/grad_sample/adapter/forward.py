@@ -394,8 +394,10 @@ class ForwardRecord:
                 f"was called on {self.size} samples, and the loader drew at most "
                 f"{most} records: some would count several times.",
                 "Call it on the records that were drawn: views of a record belong into "
-                "one sample, of which the loss is the mean. If it was called on what "
-                "is no record, call zero_grad() before the private loss.",
+                "one sample, of which the loss is the mean. For K views of a record "
+                "give make_private opacus_ext.losses.PerRecord(model), and call it by "
+                "keyword on [B, K, ...]: its outputs are [B, K, ...]. If it was called "
+                "on what is no record, call zero_grad() before the private loss.",
             )
             doubt = Doubt(error, drawn=math.inf, counts=False)
             self.inputs = self.inputs._replace(doubt=doubt)

@@ -277,9 +277,9 @@ class NotEqual:
     def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise _RefusedUse(
             self._text,
-            remedy="Return [B, ...] from the forward, not rows of all samples or a "
-            "number of the batch; or compute the loss of a sample with "
-            f"opacus_ext.clipped_grads. {SQUEEZED}",
+            remedy="Return [B, ...] from the forward (a number of a sample as a tensor "
+            "[1]), not rows of all samples or a number of the batch; or compute the "
+            f"loss of a sample with opacus_ext.clipped_grads. {SQUEEZED}",
         )
 
     def __getattr__(self, name: str) -> Any:
