@@ -396,12 +396,15 @@ class PrivateTrainer(Trainer):
         except Refused as error:
             lengths = {n: x.shape[:1] for n, x in inputs.items() if hasattr(x, "shape")}
             names = [n for n in inputs if lengths.get(n, ()) != (records,)]
+            shared = (
+                "If all records share an input, name it: "
+                f"PrivacyArguments(shared={names}); otherwise let "
+            )
             raise Refused(
                 error.reason,
                 parameter="data_collator",
-                remedy=f"If all records share an input, name it: PrivacyArguments("
-                f"shared={names}); otherwise let data_collator return a tensor with a "
-                "row for each record.",
+                remedy=f"{shared if len(names) < len(inputs) else 'Let '}data_collator "
+                "return a tensor with a row for each record.",
             ) from error
 
     def _record_loss(

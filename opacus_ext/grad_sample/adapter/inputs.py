@@ -42,6 +42,8 @@ class Inputs(NamedTuple):
 
     def of_one(self) -> str:
         """Returns names and shapes of what a sample of the first kind is made of."""
+        if not self.samples:
+            return "none"
         some, found = self.samples[0], []
         names = self.names or [""] * len(some.leaves)
         for name, x, own in zip(names, some.leaves, some.by_sample):
@@ -242,9 +244,11 @@ class InputReader:
         """Returns the name of what may take samples from flat tensors."""
         if any(isinstance(m, nn.EmbeddingBag) for m in self.module.modules()):
             return "opacus_ext.take.bags"
-        edges = (x for *_, x in given.tensors if x.dtype is torch.long and x.dim() == 2)
-        if any(len(x) == 2 for x in edges):
-            return "opacus_ext.take.graphs"
+        numbers = [x for *_, x in given.tensors if x.dtype is torch.long]
+        nodes = len(given.tensors[0][-1])
+        if any(x.dim() == 2 and len(x) == 2 for x in numbers):  # edges
+            if any(x.shape == (nodes,) for x in numbers):  # the graph of each node
+                return "opacus_ext.take.graphs"
         return "function"
 
     def _other_dim(self, given: Given, size: int) -> str:
