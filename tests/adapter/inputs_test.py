@@ -10,7 +10,14 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from opacus_ext import Refused
-from tests.common import assert_same, clipped_sum, make_private, oracle, squares
+from tests.common import (
+    assert_same,
+    clipped_sum,
+    make_private,
+    oracle,
+    squares,
+    with_notes,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 RECORDS, D, T, K, C = 12, 3, 5, 4, 0.5
@@ -236,7 +243,7 @@ def test_a_mask_of_the_other_order(mode):
         call()
     with pytest.raises(AssertionError) as caught:
         call(shared=["pad"])
-    assert "ids (5, 1), pad (4, 5) (shared)" in caught.value.__notes__[0]
+    assert "ids (5, 1), pad (4, 5) (shared)" in with_notes(caught.value)
     torch.manual_seed(0)
     plain, rows = Masked(False).double(), []
     for b in range(4):
