@@ -116,7 +116,8 @@ def _weighted(losses: T, weights: T | None) -> T:
         raise Refused(
             f"PerSample takes one loss a sample, [B], got shape {tuple(losses.shape)}.",
             parameter="losses",
-            remedy="A model's own loss is one number for the batch: take "
+            remedy="A model's own loss is one number for the batch: call "
+            "loss.backward() on that of a private model, or take "
             "opacus_ext.losses.model_losses(model, batch).",
         )
     if weights is None:

@@ -73,6 +73,17 @@ def waited_in_vain(rank: int, error: Exception) -> ProcessFailure:
     )
 
 
+def add_note(error: Exception, note: str) -> None:
+    """Adds a sentence to an error of others; to its text before Python 3.11."""
+    if hasattr(error, "add_note"):
+        if note not in getattr(error, "__notes__", ()):
+            error.add_note(note)
+    elif error.args and isinstance(error.args[0], str):
+        error.args = (f"{error.args[0]}\n{note}", *error.args[1:])
+    elif not error.args:
+        error.args = (note,)
+
+
 def _restored(
     reason: str, module: Optional[str], parameter: Optional[str], remedy: Optional[str]
 ) -> Refused:

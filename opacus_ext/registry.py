@@ -361,6 +361,7 @@ def _make_private(make_private: Callable) -> Callable:
             if _stock:
                 refuse_copies(getattr(kwargs["data_loader"], "dataset", None))
                 return make_private(self, module=module, **kwargs)
+            module = common.trained_of(module)
             mode, by_hand = MODES.get(kwargs.get("grad_sample_mode", "hooks")), None
             if mode is not None and kwargs.get("wrap_model", True):
                 by_hand = common.ByHand.of(module, mode.module, **kwargs)
@@ -425,6 +426,7 @@ def _attach(
     optimizer.mode = first
     private = common.private_model_of(module)
     if private is not None:
+        private.stepped_by = weakref.ref(optimizer)
         module.autograd_grad_sample_hooks.extend(peft.attach_checks(module))
         watch_loader(rest[-1], optimizer, private.inputs, private.passes)
         if hasattr(optimizer, "tell") and not private.is_shared_out:

@@ -114,6 +114,83 @@ def _size_of_bags(inputs: Any) -> int:
 bags.size = _size_of_bags  # type: ignore[attr-defined]
 
 
+def graphs(inputs: Any, i: int) -> Any:
+    """
+    Takes graph ``i`` of ``(x [N, ...], edge_index [2, E], batch [N])``, or of these by
+    keyword, as PyTorch Geometric has them: ``batch`` is the graph of each node. Of
+    other tensors ``[N, ...]``, ``[E, ...]`` and ``[B, ...]`` it takes the rows of the
+    graph's nodes, of its edges, and its own.
+
+    Example:
+        >>> x, batch = torch.arange(3.0)[:, None], torch.tensor([0, 1, 1])
+        >>> graphs((x, torch.tensor([[1], [2]]), batch), 1)
+        (tensor([[1.],
+                [2.]]), tensor([[0],
+                [1]]), tensor([0, 0]))
+    """
+    x, edges, batch = _graphs_of(inputs)
+    mine = batch == i
+    inside = mine[edges]
+    if bool((inside[0] != inside[1]).any()):
+        raise Refused(
+            f"An edge of graph {i} leads to another graph.",
+            parameter="take",
+            remedy="Let edge_index number the nodes of the batch, as PyTorch Geometric "
+            "does.",
+        )
+    places = mine.cumsum(0) - 1
+    sizes = len(x), edges.shape[1], _size_of_graphs(inputs)
+    parts = mine, inside[0], slice(i, i + 1)
+
+    def own(value: Any) -> Any:
+        """The graph's part of an input."""
+        if value is edges:
+            return places[edges[:, inside[0]]]
+        if value is batch:
+            return batch[mine] * 0
+        if value is x:
+            return x[mine]
+        if not isinstance(value, T) or not value.dim():
+            return value
+        fit = [part for n, part in zip(sizes, parts) if n == len(value)]
+        if len(fit) != 1:
+            raise Refused(
+                f"It is not known which rows of a tensor {tuple(value.shape)} belong "
+                f"to which of {sizes[2]} graphs, with {sizes[0]} nodes and {sizes[1]} "
+                "edges.",
+                parameter="take",
+                remedy="Give make_private(take=function) of your own, where "
+                "function(inputs, i) gives graph i as a batch of one.",
+            )
+        return value[fit[0]]
+
+    if isinstance(inputs, dict):
+        return {name: own(value) for name, value in inputs.items()}
+    return tuple(map(own, inputs))
+
+
+def _graphs_of(inputs: Any) -> Any:
+    """Returns the nodes, the edges, and the graph of each node."""
+    names = "x", "edge_index", "batch"
+    named = isinstance(inputs, dict)
+    found = [inputs[n] for n in names if n in inputs] if named else inputs[:3]
+    if len(found) < 3:
+        raise Refused(
+            f"Graphs need {', '.join(names)}, all by position or all by keyword.",
+            parameter="take",
+            remedy="Call the model so, or give make_private a function of your own.",
+        )
+    return found
+
+
+def _size_of_graphs(inputs: Any) -> int:
+    *_, batch = _graphs_of(inputs)
+    return int(batch.max()) + 1 if len(batch) else 0
+
+
+graphs.size = _size_of_graphs  # type: ignore[attr-defined]
+
+
 def packed(inputs: Any, i: int) -> Any:
     """
     Takes sequence ``i`` of packed sequences. Tensors ``[layers, B, width]`` beside them

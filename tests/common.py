@@ -39,6 +39,11 @@ wrapped_or_not = pytest.mark.parametrize("wrap", [True, False], ids=["wrap", "no
 CRASHES = (AssertionError, AttributeError, IndexError, KeyError, TypeError)
 
 
+def with_notes(error):
+    """The text of an error, with its notes, which Python 3.10 has in the text."""
+    return "\n".join([str(error), *getattr(error, "__notes__", ())])
+
+
 class Net(nn.Module):
     """A forward ``then(net, *inputs)``, on parts: modules, parameters and numbers."""
 

@@ -23,6 +23,7 @@ from tests.common import (
     half_clipped,
     layer_modes,
     make_private,
+    net,
     oracle,
     square_loss,
     trainable,
@@ -586,15 +587,19 @@ class TestOwnLoss:
     """The model's own number for the batch is the mean over samples."""
 
     @wrapped_or_not
-    @pytest.mark.parametrize("build", [gpt2, bert, t5], ids=lambda b: b.__name__)
-    def test_mean_of_the_samples_own(self, build, wrap):
+    @pytest.mark.parametrize(
+        "mode, build",
+        [("hooks", gpt2), ("hooks", bert), ("hooks", t5)]
+        + [("ghost", gpt2), ("ghost_bk", gpt2), ("scan", gpt2)],
+    )
+    def test_mean_of_the_samples_own(self, mode, build, wrap):
         """Samples have more labels or fewer."""
         model = build()
         plain, batch = copy.deepcopy(model), tokens(3, 6)
         batch["labels"][1, :2] = batch["input_ids"][1, :2]  # one without has no mean
         grads = oracle(plain, batch, lambda m, one: m(**one).loss[None])
         c = half_clipped(grads)
-        private = make_private(model, "hooks", wrap, batch_size=3, max_grad_norm=c)
+        private = make_private(model, mode, wrap, batch_size=3, max_grad_norm=c)
         loss = private.module(**batch).loss
         assert torch.allclose(loss.detach().double(), alone(plain, batch).mean())
         loss.backward()
@@ -605,12 +610,33 @@ class TestOwnLoss:
     @pytest.mark.parametrize("mode", ["ghost", "ghost_bk"])
     def test_criterion_takes_no_number(self, mode):
         private = make_private(gpt2(), mode, batch_size=3)
-        with pytest.raises(ValueError, match="model_losses"):
+        with pytest.raises(ValueError, match="loss.backward.*model_losses"):
             private.criterion(private.module(**tokens(3, 6)).loss)
-        with pytest.raises(RuntimeError, match="model_losses"):
-            private.module(**tokens(3, 6)).loss.backward()
-        with pytest.raises(RuntimeError, match="are not private"):
-            private.optimizer.step()
+
+    @pytest.mark.parametrize("mode", [*MODES, "scan", "auto"])
+    def test_in_a_tuple(self, mode):
+        """Beside outputs, and a second loss that is added to it."""
+
+        def forward(m, x, y):
+            out = m.layer(x)
+            return F.mse_loss(out, y), out, out.pow(2).mean(), 3
+
+        def own(m, batch):
+            loss, _, penalty, _ = m(*batch)
+            return (loss + 0.1 * penalty)[None]
+
+        torch.manual_seed(0)
+        model = net(forward, layer=(3, 2))().double()
+        batch = torch.randn(4, 3).double(), torch.randn(4, 2).double()
+        grads = oracle(model, batch, own)
+        c = half_clipped(grads)
+        private = make_private(model, mode, batch_size=4, max_grad_norm=c)
+        loss, out, penalty, number = private.module(*batch)
+        assert out.shape == (4, 2) and number == 3
+        (loss + 0.1 * penalty).backward()
+        private.optimizer.step()
+        got = {n: 4 * p.grad for n, p in trainable(model).items()}
+        assert_same(got, clipped_sum(grads, "flat", c), 1e-8)
 
     def test_labels_that_do_not_count(self):
         """A sample without a label has no loss, and adds nothing."""

@@ -4,6 +4,7 @@ The tables hold the words of the error or of the one warning; what is ``HARMLESS
 trains exactly, which is compared with the same loop without it.
 """
 
+import copy
 import re
 import warnings
 from collections import UserDict
@@ -15,6 +16,7 @@ from opacus import PrivacyEngine
 from opacus.utils.batch_memory_manager import BatchMemoryManager
 from opacus.utils.uniform_sampler import UniformWithReplacementSampler
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import (
     DataLoader,
     Dataset,
@@ -269,6 +271,31 @@ def views(s, batches=None):
         s.optimizer.step()
 
 
+def of_other(s, call):
+    """A step on outputs that no call of the private model has given."""
+    x, y = s.batch()
+    s.criterion(call(s, x), y).backward()
+    s.optimizer.step()
+
+
+def part(s, x):
+    return s.model._module[3](s.model._module[0](x).tanh())
+
+
+def copied(s, x):
+    return copy.deepcopy(s.model)(x)
+
+
+def graphless(s, x):
+    with torch.no_grad():
+        return s.model(x)
+
+
+def around(model, x, reentrant=False):
+    x = x.clone().requires_grad_(reentrant)
+    return checkpoint(model, x, use_reentrant=reentrant)
+
+
 # A mode, what is done in it, and words of the error.
 LOOPS = {
     "raw optimizer": ("ghost_bk", loop("backward", "raw step"), "SGD.step.*passed to"),
@@ -276,6 +303,25 @@ LOOPS = {
         "ghost_bk",
         loop(lambda s: s.loss(criterion=CE()).backward(), "step"),
         "criterion did not give",
+    ),
+    "a part": ("ghost", lambda s: of_other(s, part), "do not come from.*a part of it"),
+    "a part, h": ("hooks", lambda s: of_other(s, part), "missing.*not a part"),
+    "a copy": ("scan", lambda s: of_other(s, copied), "do not come from.*deep copy"),
+    "a copy, h": ("hooks", lambda s: of_other(s, copied), "missing.*deep copy"),
+    "reentrant": (
+        "ghost_bk",
+        lambda s: of_other(s, lambda s, x: around(s.model, x, True)),
+        "do not come from.*use_reentrant=False",
+    ),
+    "no graph": (
+        "ghost",
+        lambda s: of_other(s, graphless),
+        "do not come from.*no_grad",
+    ),
+    "checkpoint": (
+        "ghost_bk",
+        lambda s: of_other(s, lambda s, x: around(lambda x: s.model(x).exp(), x)),
+        "around the private model and more.*inside its forward",
     ),
     "own loss": ("ghost", loop(own_loss, "step"), "criterion did not.*model_losses"),
     "no backward": ("ghost_bk", loop("whole", "zero_grad", "step"), "without clipped"),
@@ -287,7 +333,7 @@ LOOPS = {
         loop("backward", clip_grad_norm, "step"),
         "clip_grad_norm_",
     ),
-    "views": ("ghost_bk", lambda s: views(s, s.loader), "views of a record"),
+    "views": ("ghost_bk", lambda s: views(s, s.loader), "K views.*PerRecord"),
     "two": ("ghost_bk", loop("backward", "backward", "step"), "BatchMemoryManager"),
     "two, h": ("hooks", loop("backward", "backward", "step"), "second time.*accumula"),
     "two losses, h": ("hooks", loop("backward", "backward"), "backward.. on their sum"),
@@ -299,7 +345,8 @@ LOOPS = {
     "set": ("ghost_bk", labels({1, 2}), "a set, whose items"),
     "mapping": ("ghost_bk", labels(UserDict(y=torch.ones(SIZE))), "a UserDict, whose"),
     "boxes": ("ghost_bk", labels([torch.ones(1)] * SIZE), "a list of Tensor, whose"),
-    "l2": ("ghost_bk", lambda s: (s.loss() + l2(s)).backward(), "outside of the model"),
+    "l2": ("ghost_bk", lambda s: (s.loss() + l2(s)).backward(), "weight_decay=mu"),
+    "l2, h": ("hooks", lambda s: (s.loss() + l2(s)).backward(), "p.lerp_.q, lr . mu"),
     "l2 later": (
         "ghost_bk",
         loop("backward", lambda s: l2(s).backward(), "step"),
@@ -456,6 +503,24 @@ def test_half_of_the_parameters_over_many_steps(mode):
         s.step()
     moved = [not torch.equal(p, q) for p, q in zip(before, model.parameters())]
     assert moved == [True, True, False, False]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_penalties_after_the_step():
+    """What the error of a penalty says to do is a step along its gradient."""
+    s = Setup(noise_multiplier=0.0)
+    with pytest.raises(Refused) as error:
+        (s.loss() + l2(s)).backward()
+    (line,) = re.findall(r"no_grad\(\): (.*?\]);", str(error.value))
+    s.step()
+    given = {"model": s.model, "lr": 0.1, "mu": 0.5}
+    moved = [p.detach().clone() for p in s.model.parameters()]
+    given["start"] = [torch.ones_like(p) for p in moved]
+    with torch.no_grad():
+        eval(line, given)
+    for p, q, w in zip(s.model.parameters(), moved, given["start"]):
+        assert torch.allclose(p, q - 0.1 * 0.5 * (q - w))
+    s.step()
 
 
 def test_a_list_that_is_a_constant():

@@ -1,6 +1,8 @@
 """Properties that every mode has, whatever the model."""
 
 import copy
+import pickle
+import re
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 
 from opacus_ext import Refused
+from opacus_ext.refused import add_note
 from tests.common import (
     MODES,
     PerSample,
@@ -26,6 +29,7 @@ from tests.common import (
     run_mode,
     square_loss,
     trainable,
+    with_notes,
     wrapped_or_not,
 )
 
@@ -457,3 +461,143 @@ def test_state_dict_after_a_step(mode):
     private.step(torch.randn(8, 1, 8, 8), square_loss)
     assert list(private.module.state_dict()) == names
     assert not list(private.module.buffers())
+
+
+@pytest.mark.parametrize("mode", [*MODES, "scan", "auto"])
+def test_whole_models_are_copied_and_pickled(mode):
+    """As plain models, without gradients of samples; copies can be made private."""
+    x = torch.randn(3, 4).double()
+    private = make_private(nn.Linear(4, 2).double(), mode, batch_size=3)
+    private.step(x, square_loss)
+    whole, expected = private.module, private.module(x).detach()
+    with pytest.raises(Refused, match="gradient without noise.*zero_grad"):
+        pickle.dumps(whole._module)
+    kept = [copy.deepcopy(whole), pickle.loads(pickle.dumps(whole))]
+    private.optimizer.zero_grad()
+    kept += [copy.deepcopy(whole._module), pickle.loads(pickle.dumps(whole._module))]
+    for made in kept:
+        assert torch.equal(made(x), expected)
+        for p in made.parameters():
+            assert not any(
+                isinstance(value, torch.Tensor) for value in vars(p).values()
+            )
+        again = make_private(made, mode, batch_size=3)
+        before = [p.detach().clone() for p in made.parameters()]
+        again.step(x, square_loss)
+        assert not any(map(torch.equal, before, made.parameters()))
+        again.optimizer.zero_grad()
+    assert torch.equal(whole(x), expected)
+
+
+@pytest.mark.filterwarnings("ignore:.*saves no memory")
+@pytest.mark.parametrize("mode", [*MODES, "scan", "auto"])
+def test_a_checkpoint_around_the_private_model(mode):
+    """It is trained exactly, and nothing is computed twice."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2)).double()
+    batch = torch.randn(B, 4).double()
+    grads = oracle(model, batch, square_loss)
+    c = half_clipped(grads)
+    private = make_private(model, mode, batch_size=B, max_grad_norm=c)
+    given = private.module
+    private.module = lambda x: checkpoint(given, x, use_reentrant=False)
+    private.step(batch, square_loss)
+    got = {n: B * p.grad for n, p in trainable(model).items()}
+    assert_same(got, clipped_sum(grads, "flat", c), 1e-8)
+
+
+def inner(m, x):
+    return m.one(x).tanh().pow(2).sum(-1)
+
+
+def total(m, x):
+    return lambda x: inner(m, x).sum()
+
+
+def tangent(m, x):
+    return torch.func.jvp(lambda x: inner(m, x), (x,), (x,))[1]
+
+
+# Derivatives within a forward, [B, ...] of [B, 3].
+TRANSFORMS = {
+    "hessian": lambda m, x: torch.func.hessian(total(m, x))(x).sum((1, 2)),
+    "hessian by row": lambda m, x: torch.stack(
+        [torch.func.hessian(total(m, x))(row).sum(0) for row in x]
+    ),
+    "vmap of hessian": lambda m, x: torch.vmap(torch.func.hessian(total(m, x)))(x).sum(
+        1
+    ),
+    "jacrev of jacrev": lambda m, x: torch.func.jacrev(torch.func.jacrev(total(m, x)))(
+        x
+    ).sum((1, 2)),
+    "jvp of grad": lambda m, x: torch.func.jvp(
+        torch.func.grad(total(m, x)), (x,), (x,)
+    )[1],
+    "grad of jvp": lambda m, x: torch.func.grad(lambda x: tangent(m, x).sum())(x),
+    "jvp": lambda m, x: tangent(m, x)[:, None] * x,
+    "vjp": lambda m, x: torch.func.vjp(total(m, x), x)[1](torch.ones(()).to(x))[0],
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*one sample after the other")
+@pytest.mark.parametrize("mode", ["hooks", "ghost_bk", "scan"])
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_derivatives_in_a_forward(name, mode):
+    torch.manual_seed(0)
+    model = net(lambda m, x: m.two(TRANSFORMS[name](m, x)), one=(3, 4), two=(3, 2))()
+    check(mode, True, model.double(), torch.randn(B, 3).double(), square_loss)
+
+
+# Forwards that need other samples, and what torch says of a batch of one.
+TOGETHER = {
+    "index": (lambda m, x: m.one(x) + m.one(x)[1], IndexError, "out of bounds"),
+    "view": (lambda m, x: m.one(x).view(3, -1), RuntimeError, "is invalid"),
+    "norm": (
+        lambda m, x: F.batch_norm(m.one(x), None, None, training=True),
+        ValueError,
+        "more than 1 value",
+    ),
+    "assert": (lambda m, x: _at_least_two(m.one(x)), AssertionError, "1 > 1"),
+    "class": (
+        lambda m, x: m.one(x)[:, F.one_hot(x[:, 0].long()).sum(0) > 0],
+        IndexError,
+        "mask",
+    ),
+}
+
+
+def _at_least_two(y):
+    assert len(y) > 1
+    return y
+
+
+@pytest.mark.filterwarnings("ignore:.*one sample after the other")
+@pytest.mark.parametrize("mode", ["hooks", "ghost_bk", "scan"])
+@pytest.mark.parametrize("name", TOGETHER)
+def test_errors_of_a_sample_alone_say_so(name, mode):
+    forward, kind, words = TOGETHER[name]
+    private = make_private(net(forward, one=(3, 2))(), mode, batch_size=B)
+    with pytest.raises(kind, match=words) as caught:
+        private.module(5 + torch.rand(B, 3))
+    words = r"Net runs each sample alone.*inputs\[0\] \(1, 3\).*take="
+    assert re.search(words, with_notes(caught.value))
+
+
+def test_errors_of_a_criterion_say_so():
+    given = dict(batch_size=B, criterion=lambda y: y[1].sum())
+    private = make_private(nn.Linear(3, 2), "ghost_bk", **given)
+    with pytest.raises(IndexError) as caught:
+        private.criterion(private.module(torch.rand(B, 3)))
+    assert re.search(r"criterion.*alone.*\[\(1, 2\)\]", with_notes(caught.value))
+
+
+def test_notes_before_python_3_11():
+    """They are a part of the text."""
+
+    class Old(IndexError):
+        add_note = property()  # as if there were none
+
+    for args in (("out of range",), ()):
+        error = Old(*args)
+        add_note(error, "Samples run alone.")
+        assert str(error) == "\n".join([*args, "Samples run alone."])

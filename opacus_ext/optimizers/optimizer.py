@@ -446,7 +446,13 @@ class HooksDPOptimizer(ClippingOptimizer, DPOptimizer):
             )
         for p in self.params:
             if getattr(p, "grad_sample", None) is None:
-                self._get_flat_grad_sample(p)  # says what is missing
+                raise Refused(
+                    f"Per sample gradients of a parameter of shape {tuple(p.shape)} "
+                    "are missing: since zero_grad() no backward() has come through a "
+                    "call of the private model.",
+                    remedy="Call the model that make_private returned, not a part or a "
+                    "deep copy of it, and backward() on a loss of its outputs.",
+                )
             _check_processed_flag(p.grad_sample)
 
     def __init__(self, *args: Any, **kwargs: Any):

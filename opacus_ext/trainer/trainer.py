@@ -374,7 +374,7 @@ class PrivateTrainer(Trainer):
             inputs = dict(self._prepare_inputs(batch.inputs))
             names = {*(self.privacy.shared or ())} & {*inputs}
             shared = {name: inputs.pop(name) for name in names}
-            samples, size = samples_of(inputs)
+            samples, size = self._samples(inputs, batch.records or 1)
             if size != (batch.records or 1):
                 raise Refused(
                     f"data_collator made {size} samples of {batch.records} records.",
@@ -387,6 +387,25 @@ class PrivateTrainer(Trainer):
         with self.compute_loss_context_manager():
             loss = partial(self._record_loss, model, shared)
             return training.hooks.clip(training.optimizer, samples, loss).detach()
+
+    def _samples(
+        self, inputs: Dict[str, Any], records: int
+    ) -> Tuple[List[Samples], int]:
+        try:
+            return samples_of(inputs)
+        except Refused as error:
+            lengths = {n: x.shape[:1] for n, x in inputs.items() if hasattr(x, "shape")}
+            names = [n for n in inputs if lengths.get(n, ()) != (records,)]
+            shared = (
+                "If all records share an input, name it: "
+                f"PrivacyArguments(shared={names}); otherwise let "
+            )
+            raise Refused(
+                error.reason,
+                parameter="data_collator",
+                remedy=f"{shared if len(names) < len(inputs) else 'Let '}data_collator "
+                "return a tensor with a row for each record.",
+            ) from error
 
     def _record_loss(
         self, model: nn.Module, shared: Dict[str, Any], record: Dict[str, Any]

@@ -10,7 +10,14 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from opacus_ext import Refused
-from tests.common import assert_same, clipped_sum, make_private, oracle, squares
+from tests.common import (
+    assert_same,
+    clipped_sum,
+    make_private,
+    oracle,
+    squares,
+    with_notes,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 RECORDS, D, T, K, C = 12, 3, 5, 4, 0.5
@@ -203,6 +210,50 @@ def test_inputs(name, moved, mode):
         loop.run(moved)
 
 
+class Masked(nn.Module):
+    """Ids ``[T, B]`` beside a mask ``[B, T]``, or that of the other order."""
+
+    def __init__(self, transposed):
+        super().__init__()
+        self.words, self.transposed = nn.Embedding(9, 4), transposed
+        self.layer = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0)
+
+    def forward(self, ids, pad):
+        pad = pad.mT if self.transposed else pad
+        return self.layer(self.words(ids), src_key_padding_mask=pad).mean(0)
+
+
+@pytest.mark.parametrize("mode", ["hooks", "ghost_bk", "scan"])
+def test_a_mask_of_the_other_order(mode):
+    """What the error says to do works; what it does not say explains itself."""
+    ids = torch.arange(20).view(5, 4) % 9
+    pad = torch.arange(5) >= torch.tensor([5, 3, 4, 2])[:, None]
+    given = dict(batch_size=4, batch_first=False, max_grad_norm=C)
+
+    def call(shared=(), transposed=False):
+        torch.manual_seed(0)
+        model = Masked(transposed).double()
+        private = make_private(model, mode, shared=shared, **given)
+        mask = pad.mT if transposed else pad
+        private.step((ids, mask), lambda m, batch: squares(m(*batch)))
+        return {n: p.grad * 4 for n, p in model.named_parameters()}
+
+    words = r"If the batch is dim 0 of pad, pass pad.transpose\(0, 1\), and transpose"
+    with pytest.raises(Refused, match=words):
+        call()
+    with pytest.raises(AssertionError) as caught:
+        call(shared=["pad"])
+    assert "ids (5, 1), pad (4, 5) (shared)" in with_notes(caught.value)
+    torch.manual_seed(0)
+    plain, rows = Masked(False).double(), []
+    for b in range(4):
+        plain.zero_grad()
+        squares(plain(ids[:, b : b + 1], pad[b : b + 1])).sum().backward()
+        rows.append({n: p.grad.clone() for n, p in plain.named_parameters()})
+    grads = {n: torch.stack([row[n] for row in rows]) for n in rows[0]}
+    assert_same(call(transposed=True), clipped_sum(grads, "flat", C), 1e-8)
+
+
 class Scored(WithTable):
     def forward(self, x, table):
         return {"loss": super().forward(x, table).square().sum()}
@@ -241,7 +292,8 @@ def test_tables_in_the_trainer(named, tmp_path):
         trainer.train()
         assert trainer.state.global_step == 3
         return
-    with pytest.raises(Refused, match="one first dim"):
+    words = r"one first dim.*PrivacyArguments\(shared=\['table'\]\)"
+    with pytest.raises(Refused, match=words):
         trainer.train()
 
 
@@ -342,6 +394,29 @@ class Listed(Model):
 class Loss(Model):
     def forward(self, x):
         return super().forward(x).square().mean()
+
+
+class Spans(Model):
+    """As BiDAF: two distributions over T places."""
+
+    def forward(self, x):
+        logits = self.two(self.one(x).tanh())
+        return tuple(part.squeeze().softmax(-1) for part in logits.split(1, -1))
+
+
+@pytest.mark.parametrize("mode", ["hooks", "ghost_bk", "scan"])
+@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("places", [1, 3])
+def test_heads_that_squeeze(mode, size, places):
+    """Whatever the criterion, and the draw."""
+    private = make_private(
+        Spans().double(), mode, batch_size=size, criterion=nn.CrossEntropyLoss()
+    )
+    criterion = private.criterion or nn.CrossEntropyLoss()
+    x, y = torch.randn(size, places, D).double(), torch.zeros(size, dtype=torch.long)
+    with pytest.raises(Refused, match=r"squeezes the batch dim.*squeeze\(-1\)"):
+        starts, ends = private.module(x)
+        criterion(starts, y) + criterion(ends, y)
 
 
 @pytest.mark.parametrize("make", [Squeezed, Listed])

@@ -11,7 +11,7 @@ from torch.nn.utils.rnn import (
     pad_packed_sequence,
 )
 
-from opacus_ext import take
+from opacus_ext import Refused, take
 from tests.adapter.common import Case, every, rows, run, steps
 from tests.common import Net, net, squares
 
@@ -163,6 +163,24 @@ def graphs(m, x, edges, graph):
     return m.head(pooled)
 
 
+def weighted(m, x, edges, graph, weights, scale):
+    """With weights of edges ``[E, 1]`` and a number of each graph ``[B, 1]``."""
+    messages = m.edges(x)[edges[0]] * weights
+    return graphs(m, x.index_add(0, edges[1], messages), edges, graph) * scale
+
+
+def with_weights(*sizes):
+    x, edges, graph = some_graphs(*sizes)
+    weights = torch.rand(edges.shape[1], 1).double()
+    return x, edges, graph, weights, torch.rand(len(sizes), 1).double()
+
+
+def weighted_one(batch, i):
+    x, edges, graph, weights, scale = batch
+    own = weights[graph[edges[0]] == i]
+    return *graph_of((x, edges, graph), i), own, scale[i : i + 1]
+
+
 def graph_of(inputs, i):
     x, edges, graph = inputs
     if i > int(graph.max()):
@@ -200,7 +218,38 @@ GIVEN = {
         alone=lambda b: [graph_of(b, i) for i in range(int(b[2].max()) + 1)],
         kwargs=dict(take=graph_of),
     ),
+    "graphs of take": Case(
+        net(weighted, nodes=(3, 3), edges=(3, 3), head=(3, 3)),
+        [with_weights(*n) for n in ([2, 4, 3], [3, 3], [1, 5, 2, 4], [3])],
+        alone=lambda b: [weighted_one(b, i) for i in range(len(b[4]))],
+        kwargs=dict(take=take.graphs),
+    ),
+    "graphs, not taken": Case(
+        net(graphs, nodes=(3, 3), edges=(3, 3), head=(3, 3)),
+        *([some_graphs(2, 4, 3)], "opacus_ext.take.graphs"),
+        alone=lambda b: [graph_of(b, i) for i in range(3)],
+    ),
 }
+GRAPHS = dict(zip(("x", "edge_index", "batch"), some_graphs(2, 3)))
+
+
+def test_graphs_by_keyword():
+    one = take.graphs(GRAPHS, 1)
+    expected = graph_of(tuple(GRAPHS.values()), 1)
+    assert all(map(torch.equal, one.values(), expected))
+
+
+@pytest.mark.parametrize(
+    "given, words",
+    [
+        (GRAPHS | {"table": torch.ones(7, 2)}, "which rows of a tensor .7, 2."),
+        (GRAPHS | {"edge_index": torch.tensor([[0], [4]])}, "leads to another graph"),
+        ({"x": GRAPHS["x"]}, "need x, edge_index, batch"),
+    ],
+)
+def test_graphs_that_are_refused(given, words):
+    with pytest.raises(Refused, match=words):
+        take.graphs(given, 0)
 
 
 @every(packed=PACKED, outside=OUTSIDE, given=GIVEN)

@@ -219,6 +219,19 @@ STATE = {
 }
 
 
+def by_branch(m, h, x):
+    m.flag = bool(x[..., 0].mean() > 0)
+    return m.two(h)
+
+
+def two_and_two():
+    (x,) = rows(4)
+    return [torch.cat([x[:2].abs(), -x[2:].abs()])]
+
+
+STATE["flag of two and two"] = Case(model(by_branch), two_and_two(), "changes flag")
+
+
 def counts(m, h, x):
     m.scale += 1
     m.ema += 1

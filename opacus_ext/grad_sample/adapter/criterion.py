@@ -15,12 +15,12 @@ from torch.utils._pytree import (
     tree_unflatten,
 )
 
-from opacus_ext.grad_sample.adapter.outputs import NotEqual
+from opacus_ext.grad_sample.adapter.outputs import SQUEEZED, NotEqual
 from opacus_ext.grad_sample.adapter.state import State
 from opacus_ext.grad_sample.core.group import SampleGroup
 from opacus_ext.grad_sample.core.groups import Samples, in_groups
 from opacus_ext.grad_sample.core.values import key_of_tree, set_apart
-from opacus_ext.refused import Refused
+from opacus_ext.refused import Refused, add_note
 
 T = torch.Tensor
 
@@ -70,7 +70,7 @@ class SampleCriterion:
             size = next(sizes, size)
         if losses is None:
             samples = self._samples(kind, leaves, spec, shape, size)
-            losses = self._losses(samples)
+            losses = self._explained(samples)
             if torch.is_grad_enabled():
                 whole = (i for i, own in enumerate(samples.by_sample) if not own)
                 self._tables.update((kind, i) for i in whole)
@@ -108,6 +108,22 @@ class SampleCriterion:
             samples[i] = x
         return Samples(None, samples, by_sample, spec, size)
 
+    def _explained(self, samples: Samples) -> T:
+        """Returns the losses; an error says that samples are alone in the criterion."""
+        try:
+            return self._losses(samples)
+        except Exception as error:
+            if not isinstance(error, (Refused, torch.OutOfMemoryError)):
+                pairs = zip(samples.leaves, samples.by_sample)
+                shapes = [tuple(x.shape[1:]) for x, own in pairs if own]
+                add_note(
+                    error,
+                    f"The criterion {self.name} is given each sample alone, as a batch "
+                    f"of one: shapes {shapes} of {samples.size} samples. Compute the "
+                    "loss of a sample from that sample alone.",
+                )
+            raise
+
     def _losses(self, samples: Samples) -> T:
         found: list[tuple[T | None, T]] = []
         self.state.remember()
@@ -134,8 +150,11 @@ class SampleCriterion:
             found.append((row, call(some.alone(i))[None]))
 
         if not samples.size:
-            like = next(x for x, own in zip(samples.leaves, samples.by_sample) if own)
-            return like.sum() + like.new_zeros(0)
+            given = zip(samples.leaves, samples.by_sample)
+            empty = next((x for x, own in given if own), None)
+            if empty is None:
+                raise self._not_samples(samples.leaves, 0)
+            return empty.sum() + empty.new_zeros(0)
         in_groups([samples], at_once, alone)
         changes = self.state.changes()
         if changes:
@@ -230,6 +249,13 @@ class SampleCriterion:
 
     def _not_samples(self, leaves: list, size: int) -> Refused:
         shapes = [tuple(x.shape) for x in leaves if isinstance(x, T)]
+        if any(isinstance(x, T) and x.requires_grad and not x.dim() for x in leaves):
+            return self._refused(
+                f"was given a number that the model returns for each sample (shapes "
+                f"{shapes}).",
+                SQUEEZED + " If it is the model's own loss, call loss.backward(), or "
+                "criterion(opacus_ext.losses.model_losses(model, batch)).backward().",
+            )
         return self._refused(
             f"was given shapes {shapes} for a batch of {size} samples.",
             "The privacy unit is the sample: give outputs and targets [B, ...]; for "

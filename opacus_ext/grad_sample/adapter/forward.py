@@ -42,7 +42,7 @@ from opacus_ext.grad_sample.core.gradients import (
 from opacus_ext.grad_sample.core.groups import Samples, version, warn_one_by_one
 from opacus_ext.grad_sample.core.vmap import is_batched
 from opacus_ext.grad_sample.rules import NotAtOnce
-from opacus_ext.refused import Refused
+from opacus_ext.refused import Refused, add_note
 
 T = torch.Tensor
 
@@ -101,7 +101,8 @@ class ForwardRecord:
     def output(self) -> Any:
         """Runs the samples, and returns the output of the batch."""
         output = self._forward(losses=False)
-        return output.with_tensors(self._with_graph(output), self.model.loss_type)
+        mean_of = partial(self.model.mean_of, self)
+        return output.with_tensors(self._with_graph(output), mean_of)
 
     def losses(self) -> T:
         """Runs the samples, and returns their losses ``[B]``."""
@@ -123,9 +124,11 @@ class ForwardRecord:
         model.running = True
         try:
             model.run(self)
-        except BaseException:
+        except BaseException as error:
             if self._count:
                 model.state.restore()
+            if isinstance(error, Exception):
+                self._explain(error)
             raise
         finally:
             model.running = False
@@ -141,6 +144,18 @@ class ForwardRecord:
         output = combine_outputs(self, self._returned, losses)
         self._returned, self.dims = [], output.dims
         return output
+
+    def _explain(self, error: Exception) -> None:
+        """Adds to an error of the model's code how that was called."""
+        if not isinstance(error, (Refused, torch.OutOfMemoryError)):
+            add_note(
+                error,
+                f"{self.model.describe()} runs each sample alone, as a batch of one: "
+                f"{self.inputs.of_one()}. What needs others (an index into the batch, "
+                "its statistics, its size) is to be computed of the sample alone, or "
+                "before the call; where samples are no rows, give make_private(take="
+                "function); for losses of any form there is opacus_ext.clipped_grads.",
+            )
 
     def _of_zeros(self) -> Any:
         """Runs a sample of zeros, or of ones as zeros may be padding."""
@@ -355,8 +370,10 @@ class ForwardRecord:
                 f"was called on {self.size} samples, and the loader drew at most "
                 f"{most} records: some would count several times.",
                 "Call it on the records that were drawn: views of a record belong into "
-                "one sample, of which the loss is the mean. If it was called on what "
-                "is no record, call zero_grad() before the private loss.",
+                "one sample, of which the loss is the mean. For K views of a record "
+                "give make_private opacus_ext.losses.PerRecord(model), and call it by "
+                "keyword on [B, K, ...]: its outputs are [B, K, ...]. If it was called "
+                "on what is no record, call zero_grad() before the private loss.",
             )
             doubt = Doubt(error, drawn=math.inf, counts=False)
             self.inputs = self.inputs._replace(doubt=doubt)

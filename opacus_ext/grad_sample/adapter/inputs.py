@@ -38,6 +38,19 @@ class Inputs(NamedTuple):
     zeros: Callable[..., Any]  # makes a sample filled with zeros, or another number
     given: Any = None  # the ``(args, kwargs)`` of the call
     doubt: Doubt | None = None
+    names: Sequence[str] = ()  # of the leaves of samples, if known
+
+    def of_one(self) -> str:
+        """Returns names and shapes of what a sample of the first kind is made of."""
+        if not self.samples:
+            return "none"
+        some, found = self.samples[0], []
+        names = self.names or [""] * len(some.leaves)
+        for name, x, own in zip(names, some.leaves, some.by_sample):
+            if isinstance(x, T) and x.dim():
+                shape = tuple(x.shape[1:]) if own else f"{tuple(x.shape)} (shared)"
+                found.append(f"{name} {shape}".strip())
+        return ", ".join(found)
 
 
 class Given(NamedTuple):
@@ -221,20 +234,34 @@ class InputReader:
         self._refuse(
             f"was called with {shapes}, where the loader drew {size} records: which "
             "part is of which record is not known",
-            f"{self._other_dim(given, size)}Give make_private(take=function), where "
-            "function(inputs, i) gives record i as a batch of one; or let the loader's "
-            "collate_fn return a row for each record.",
+            f"{self._other_dim(given, size)}Give make_private(take="
+            f"{self._take(given)}), where function(inputs, i) gives record i as a "
+            "batch of one; or let the loader's collate_fn return a row for each "
+            "record.",
         )
+
+    def _take(self, given: Given) -> str:
+        """Returns the name of what may take samples from flat tensors."""
+        if any(isinstance(m, nn.EmbeddingBag) for m in self.module.modules()):
+            return "opacus_ext.take.bags"
+        numbers = [x for *_, x in given.tensors if x.dtype is torch.long]
+        nodes = len(given.tensors[0][-1])
+        if any(x.dim() == 2 and len(x) == 2 for x in numbers):  # edges
+            if any(x.shape == (nodes,) for x in numbers):  # the graph of each node
+                return "opacus_ext.take.graphs"
+        return "function"
 
     def _other_dim(self, given: Given, size: int) -> str:
         """Returns the advice for batches in another dim."""
         other = 1 - self.batch_dim
+        mixed = any(self._length(x) == size for *_, x in given.tensors)
         for _, name, x in given.tensors:
-            if x.dim() > 1 and x.shape[other] == size:
-                return (
-                    f"If the batch is dim {other} of {name}, pass {name}.transpose(0, "
-                    f"1), or make_private(batch_first={bool(self.batch_dim)}). "
-                )
+            if x.dim() > 1 and x.shape[other] == size != self._length(x):
+                advice = f"If the batch is dim {other} of {name}, pass {name}.transpose"
+                if mixed:  # another input has it where it is looked for
+                    return f"{advice}(0, 1), and transpose it back in the forward. "
+                first = bool(self.batch_dim)
+                return f"{advice}(0, 1), or make_private(batch_first={first}). "
         return ""
 
     def _doubt(self, given: Given, size: int) -> Doubt | None:
@@ -364,16 +391,15 @@ class InputReader:
     ) -> NoReturn:
         names = [name for name, _ in others]
         shapes = " and ".join(f"{name} {tuple(x.shape)}" for name, x in others)
-        bags = any(isinstance(m, nn.EmbeddingBag) for m in self.module.modules())
-        take = "opacus_ext.take.bags" if bags else "function"
         one = len(others) == 1
         self._refuse(
             f"input{'' if one else 's'} {shapes} {'is' if one else 'are'} not as long "
             f"as the batch of {size} sample{'s' * (size != 1)}",
-            f"If all samples share {'it' if one else 'them'}: make_private(shared="
-            f"{names}). {self._other_dim(given, size)}If samples are in it in another "
-            f"way, make_private(take={take}), where function(inputs, i) gives sample i "
-            "as a batch of one.",
+            f"{self._other_dim(given, size)}If all samples share "
+            f"{'it' if one else 'them'}: make_private(shared={names}). If samples are "
+            f"in it in another way (flat, packed), make_private(take="
+            f"{self._take(given)}), where function(inputs, i) gives sample i as a "
+            "batch of one.",
             names[0],
         )
 
@@ -405,7 +431,8 @@ class InputReader:
                 )
         samples = Samples(None, leaves, by_sample, given.spec, size)
         whole = tree_unflatten(given.leaves, given.spec)
-        return Inputs([samples], size, trained, samples.zeros, whole)
+        names = given.names
+        return Inputs([samples], size, trained, samples.zeros, whole, names=names)
 
 
 def _of_both(take: Take) -> Take:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import warnings
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any, Callable, Iterator, Sequence
+from typing import Any, Callable, ContextManager, Iterator, Sequence
 
 import torch
 from torch import nn
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils._pytree import tree_map_only
 
@@ -31,7 +32,7 @@ from opacus_ext.grad_sample.core.gradients import refuse_hooks
 from opacus_ext.grad_sample.core.group import SampleGroup
 from opacus_ext.grad_sample.core.groups import Samples, in_groups
 from opacus_ext.grad_sample.core.values import memory
-from opacus_ext.grad_sample.core.vmap import cache_kept, is_batched
+from opacus_ext.grad_sample.core.vmap import cache_kept, checkpoint_around, is_batched
 from opacus_ext.refused import ProcessFailure, Refused, warn_once
 
 T = torch.Tensor
@@ -93,12 +94,11 @@ class PrivateModel:
         size: batch size of the last call
         passes: the backward passes whose gradients the next step takes
         compiles: True if samples may run in compiled programs
-        loss_type: type of the means of losses that the model returns
+        mean_of: makes what the model returns for losses ``[B]`` of a ForwardRecord
     """
 
     record_type, reader_type = ForwardRecord, InputReader
     handles: Sequence[Any] = ()  # of hooks on modules
-    loss_type: type = T
     is_shared_out = False  # True if processes have shares of its parameters
     frees_parameters = False  # True if their memory is freed in the backward pass
 
@@ -120,6 +120,8 @@ class PrivateModel:
         self.state = State(module)
         self.backward: Callable = lambda record, grads: [None] * len(record.leaves)
         self.begin: Callable[[int], None] = lambda size: None
+        self.stepped_by: Callable[[], Any] = lambda: None  # gives its optimizer
+        self.mean_of: Callable[[ForwardRecord, T], T] = lambda record, x: x.mean()
         self.optimizer: Callable[[], Any] = lambda: None  # of one of several processes
         self.size = 0
         self.passes = Passes()
@@ -158,7 +160,9 @@ class PrivateModel:
         raise self.refused(
             f"its forward uses a trainable parameter of shape {tuple(x.shape)} that "
             "the model did not have at make_private.",
-            "Add adapters and layers before make_private, or freeze it.",
+            "Add adapters and layers before make_private, or freeze it; "
+            "torch.func.linearize makes copies of parameters, where torch.func.jvp "
+            "does not.",
         )
 
     def tried(self, call: Callable[[Any], Any], inputs: Any) -> Any:
@@ -252,7 +256,7 @@ class PrivateModel:
             return module._call_impl(*sample[0], **sample[1])
 
         try:
-            with self.telling("forward pass"):
+            with self.telling("forward pass"), self._kept():
                 self.check_hooks()
                 inputs = self.inputs.read(args, kwargs)
                 record = self.record_type(self, inputs, forward)
@@ -263,6 +267,26 @@ class PrivateModel:
             set_compiler(compiler)
             if settings is not None and settings.fullgraph:
                 count_a_frame()
+
+    def _kept(self) -> ContextManager:
+        """Keeps for the backward pass what a checkpoint around the model would not."""
+        around = checkpoint_around()
+        if not around:
+            return nullcontext()
+        if around == "again":
+            raise self.refused(
+                "torch.utils.checkpoint.checkpoint, around the private model and more, "
+                "calls it a second time in the backward pass.",
+                "Call the model outside of the checkpoint; checkpoints inside its "
+                "forward save memory.",
+            )
+        warn_once(
+            self,
+            "checkpoint",
+            f"{self.describe()}: a checkpoint around the private model saves no memory."
+            " Checkpoints inside its forward do.",
+        )
+        return saved_tensors_hooks(lambda x: x, lambda x: x)
 
     def _called(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if self._inside is None or not torch.is_grad_enabled():

@@ -25,6 +25,10 @@ from opacus_ext.refused import Refused
 T = torch.Tensor
 
 _KIND = "__dataclass__"
+SQUEEZED = (
+    "If the forward squeezes the batch dim away, write squeeze(-1) in place of "
+    "squeeze(), so that the model returns [B, ...]."
+)
 
 
 def flatten(tree: Any) -> tuple[list[tuple[Any, Any]], TreeSpec]:
@@ -84,14 +88,14 @@ class BatchOutput(NamedTuple):
     dims: dict[int, int | None]  # batch dims of these; None for a loss, ``[B]``
     spec: TreeSpec
 
-    def with_tensors(self, tensors: Sequence[T], kind: type = T) -> Any:
+    def with_tensors(self, tensors: Sequence[T], mean_of: Callable[[T], T]) -> Any:
         """
-        Returns the output, with these tensors as the leaves that have a graph; means of
-        losses are of a kind of tensor.
+        Returns the output, with these tensors as the leaves that have a graph; of
+        losses ``[B]`` their mean.
         """
         values = list(self.values)
         for i, x in zip(self.tensors, tensors):
-            values[i] = x.mean().as_subclass(kind) if self.dims[i] is None else x
+            values[i] = mean_of(x) if self.dims[i] is None else x
         output = tree_unflatten(values, self.spec)
         if isinstance(output, dict) and _KIND in output:
             return output.pop(_KIND)(**output)
@@ -127,14 +131,13 @@ class MeanLoss(torch.Tensor):
         name = getattr(func, "__name__", "")
         if (shapes and name not in _SUMS) or (sums and name not in _LINEAR):
             shape = tuple(shapes[0] if shapes else sums[0].shape)
-            raise Refused(
-                "An output that is a number for each sample is taken for its loss, and "
-                "is the mean over samples. Here it is used with a tensor of shape "
-                f"{shape}: the forward squeezes the batch dim away, it seems.",
-                remedy="Write squeeze(-1) in place of squeeze(), so that the model "
-                "returns [B]; weights of several losses belong into the model.",
-            )
-        found = super().__torch_function__(func, types, args, kwargs or {})
+            raise _no_loss(f"used with a tensor of shape {shape}")
+        try:
+            found = super().__torch_function__(func, types, args, kwargs or {})
+        except (IndexError, ValueError, RuntimeError) as error:
+            if isinstance(error, Refused) or name == "backward":
+                raise
+            raise _no_loss(f"used in {name}, which fails ({error})") from error
         if not isinstance(found, MeanLoss):
             return found
         mixed = bool(shapes or sums) and found.dim() > 0
@@ -147,6 +150,16 @@ class MeanLoss(torch.Tensor):
     def __repr__(self, **kwargs: Any) -> str:  # type: ignore[override]
         """Returns the text of a tensor."""
         return repr(self.as_subclass(T))
+
+
+def _no_loss(how: str) -> Refused:
+    return Refused(
+        "An output that is a number for each sample is taken for its loss, and is the "
+        f"mean over samples. Here it is {how}: the forward squeezes the batch dim "
+        "away, it seems.",
+        remedy="Write squeeze(-1) in place of squeeze(), so that the model returns "
+        "[B, ...]; weights of several losses belong into the model.",
+    )
 
 
 class _SumWithOthers(MeanLoss):
@@ -264,9 +277,9 @@ class NotEqual:
     def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise _RefusedUse(
             self._text,
-            remedy="Return [B, ...] from the forward, not rows of all samples or a "
-            "number of the batch; or compute the loss of a sample with "
-            "opacus_ext.clipped_grads.",
+            remedy="Return [B, ...] from the forward (a number of a sample as a tensor "
+            "[1]), not rows of all samples or a number of the batch; or compute the "
+            f"loss of a sample with opacus_ext.clipped_grads. {SQUEEZED}",
         )
 
     def __getattr__(self, name: str) -> Any:

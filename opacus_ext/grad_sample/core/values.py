@@ -16,6 +16,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import TreeSpec
 
+from opacus_ext.grad_sample.core.vmap import innermost
+
 T = torch.Tensor
 
 _AS_THEY_ARE = {int, bool, str, bytes, type(None), torch.dtype, torch.device}
@@ -117,6 +119,7 @@ def memory(x: T) -> int:
     if isinstance(x, DTensor):
         with torch.no_grad():
             x = x.to_local()
+    x = innermost(x)
     if x.layout is not torch.strided or is_traceable_wrapper_subclass(x):
         return 0
     return x.untyped_storage().data_ptr()

@@ -82,6 +82,17 @@ saved_tensor_hooks: Callable[[], tuple | None] = functools.partial(
 )
 
 
+def checkpoint_around() -> str:
+    """
+    Returns "forward" in a call by torch's checkpoint (``use_reentrant=False``), "again"
+    where it computes anew, otherwise "".
+    """
+    pack: Any = (saved_tensor_hooks() or [None])[0]
+    if getattr(pack, "__module__", "") != "torch.utils.checkpoint":
+        return ""
+    return "again" if "recomputation" in pack.__qualname__ else "forward"
+
+
 def cache_kept() -> ContextManager:
     """Restores the cache of ``parametrize.cached`` at the end of the block."""
     return patch.dict(parametrize._cache)
@@ -106,6 +117,13 @@ def decomposed(function: Callable) -> Callable:
     found = types.FunctionType(*given)
     found.__kwdefaults__ = function.__kwdefaults__
     return found
+
+
+def innermost(x: torch.Tensor) -> torch.Tensor:
+    """Returns the tensor that torch.func transforms have wrapped, if any."""
+    while _functorch.is_functorch_wrapped_tensor(x):
+        x = _functorch.get_unwrapped(x)
+    return x
 
 
 def whole(x: torch.Tensor) -> torch.Tensor:

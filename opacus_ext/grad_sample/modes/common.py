@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from contextvars import ContextVar
 from typing import Any, Callable
@@ -106,7 +107,7 @@ class PrivateMode:
         self.private.backward = self.plain_backward
         self.private.compiles = self.compiles and not self.private.is_shared_out
         called = [module, self] if isinstance(self, nn.Module) else [module]
-        handles: list[Any] = [Attachment(self.private, each) for each in called]
+        handles = Handles([Attachment(self.private, each) for each in called])
         handles += self.private.handles
         module.autograd_grad_sample_hooks = self.autograd_grad_sample_hooks = handles
         self.enable_hooks()
@@ -135,11 +136,13 @@ class PrivateMode:
 
 def classes(mode: type, hooks: type, module: type) -> tuple[type, type]:
     """Makes Opacus's two classes of a mode: a wrapper of a model, and its hooks."""
-    name, about = mode.__name__, {"__doc__": mode.__doc__}
-    return (
-        type(f"{name}Module", (_Wrapper, mode, module), about),
+    name, about = mode.__name__, {"__doc__": mode.__doc__, "__module__": __name__}
+    made = (
+        type(f"{name}Module", (_Copied, _Wrapper, mode, module), about),
         type(f"{name}Hooks", (_Wrapper, mode, hooks), about),
     )
+    globals().update({kind.__name__: kind for kind in made})  # where pickle looks
+    return made
 
 
 class _Wrapper:
@@ -154,6 +157,66 @@ class _Wrapper:
             if model is None or name.startswith("__"):
                 raise
             return getattr(model, name)
+
+
+class _Copied:
+    """
+    Copies and pickles a wrapper as one of a plain model. What belongs to the private
+    one, such as gradients and norms of samples, is left out.
+    """
+
+    def _plain(self) -> dict[str, Any]:
+        state = {**vars(self), "autograd_grad_sample_hooks": []}
+        for name in ("private", "_compiled_call_impl", "_found"):
+            state.pop(name, None)
+        if "_per_sample_gradient_norms" in state:
+            state["_per_sample_gradient_norms"] = None
+        return state
+
+    def __getstate__(self) -> dict[str, Any]:
+        return copy.deepcopy(self._plain())  # parameters have gradients of samples
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[misc]
+        self.private = PrivateModel(state["_modules"]["_module"])
+        self.private.enabled = False
+
+    def __deepcopy__(self, memo: dict) -> Any:
+        made = memo[id(self)] = type(self).__new__(type(self))
+        made.__setstate__(copy.deepcopy(self._plain(), memo))
+        return made
+
+
+class Handles(list):
+    """The handles of a private model, of which a copy of the model has none."""
+
+    def __deepcopy__(self, memo: dict) -> list:
+        return []
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        for handle in self:
+            for name, p in getattr(
+                getattr(handle, "private", None), "params", {}
+            ).items():
+                for key in ("grad_sample", "summed_grad"):
+                    if getattr(p, key, None) is not None:
+                        raise Refused(
+                            f"Parameter {name} has a gradient without noise ({key}), "
+                            "which a file of the whole model would have, too.",
+                            parameter=name,
+                            remedy="Save model.state_dict(), or call "
+                            "optimizer.zero_grad() before.",
+                        )
+        return list, ()
+
+
+def trained_of(module: nn.Module) -> nn.Module:
+    """Returns the model to train, that in the wrapper if it is a copied one."""
+    if vars(module).get("autograd_grad_sample_hooks") == []:
+        if isinstance(module, _Copied):
+            return trained_of(getattr(module, "_module"))
+        del module.autograd_grad_sample_hooks
+    return module
 
 
 class Attachment:
@@ -237,6 +300,21 @@ def private_model_of(module: nn.Module) -> PrivateModel | None:
     return next((h.private for h in handles if isinstance(h, Attachment)), None)
 
 
+def not_called(private: PrivateModel) -> Refused:
+    """Makes the error for outputs that no call of the private model has given."""
+    name = private.describe()
+    return Refused(
+        f"{name}: the loss is of outputs that do not come from a call of the private "
+        "model: a part of it, or a deep copy, was called, or it was called in "
+        "torch.no_grad() or by a checkpoint that is reentrant.",
+        module=name,
+        remedy="Call the model that make_private returned: model(x). A copy is no "
+        "private model; if only a part is trained, give make_private that part; put "
+        "checkpoints inside the forward, or give torch.utils.checkpoint.checkpoint "
+        "use_reentrant=False.",
+    )
+
+
 def not_private(private: PrivateModel, p: Any, what: str) -> Refused:
     """Makes the error for a parameter whose gradient would not be clipped."""
     name = private.names.get(p)
@@ -247,7 +325,12 @@ def not_private(private: PrivateModel, p: Any, what: str) -> Refused:
             "are unknown.",
             parameter=name,
             remedy="Use it inside the forward of the module that owns it; if only a "
-            "part of the model is called, make that part private.",
+            "part of the model is called, make that part private. A penalty on weights "
+            "is the same for all samples, and needs no privacy: leave it out of the "
+            "loss, and for mu / 2 * |w - start|^2 (FedProx) step towards start after "
+            "optimizer.step(): with torch.no_grad(): [p.lerp_(q, lr * mu) for p, q in "
+            "zip(model.parameters(), start)]; for mu / 2 * |w|^2 give your optimizer "
+            "weight_decay=mu.",
         )
     return Refused(
         f"{private.describe()}: {what} computed by another model, with a parameter of "

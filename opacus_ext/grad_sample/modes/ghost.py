@@ -10,11 +10,15 @@ import torch
 from opacus.utils import fast_gradient_clipping_utils as stock
 from torch import nn
 from torch.autograd.graph import GradientEdge
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from opacus_ext.grad_sample.adapter.criterion import SampleCriterion
 from opacus_ext.grad_sample.adapter.forward import ForwardRecord
-from opacus_ext.grad_sample.adapter.outputs import Dependencies, dependencies_of
+from opacus_ext.grad_sample.adapter.outputs import (
+    Dependencies,
+    NotEqual,
+    dependencies_of,
+)
 from opacus_ext.grad_sample.core.clip import (
     ClippedSum,
     DenseGrads,
@@ -25,7 +29,7 @@ from opacus_ext.grad_sample.core.gradients import no_autocast
 from opacus_ext.grad_sample.core.groups import Samples
 from opacus_ext.grad_sample.core.two_passes import TwoPassSum
 from opacus_ext.grad_sample.factors import GradSample
-from opacus_ext.grad_sample.modes.common import PrivateMode, not_private
+from opacus_ext.grad_sample.modes.common import PrivateMode, not_called, not_private
 from opacus_ext.refused import Refused, warn_once
 
 T = torch.Tensor
@@ -226,8 +230,22 @@ class ClippedCriterion(stock.DPLossFastGradientClipping):
         private = self.module.private
         with private.telling("criterion"):
             size = private.size if shape is None else shape[0]
-            losses = self.by_sample(args, kwargs, shape, size)
+            try:
+                losses = self.by_sample(args, kwargs, shape, size)
+            except Refused:
+                _refuse_other_outputs(private, (args, kwargs))
+                raise
         return ClippedLoss(self.module, self.optimizer, losses, self.loss_reduction)
+
+
+def _refuse_other_outputs(private: Any, given: Any) -> None:
+    """Refuses outputs that do not come from a call of the private model."""
+    leaves = tree_leaves(given)
+    if any(isinstance(x, (ClippedLoss, NotEqual)) for x in leaves):
+        return
+    found = [x for x in leaves if isinstance(x, T) and x.requires_grad]
+    if torch.is_grad_enabled() and not dependencies_of(found).nodes:
+        raise not_called(private)
 
 
 class Ghost(PrivateMode):
@@ -236,6 +254,21 @@ class Ghost(PrivateMode):
     compiles = True
     sum_of: type = TwoPassSum
     calls = 0  # of backward() with several samples
+
+    def add_hooks(self, *, loss_reduction: str = "mean", **kwargs: Any) -> None:
+        """Intercepts the model's calls."""
+        super().add_hooks(loss_reduction=loss_reduction, **kwargs)
+        self.private.mean_of = functools.partial(self._mean_of, loss_reduction)
+
+    def _mean_of(self, reduction: str, record: ForwardRecord, losses: T) -> T:
+        """
+        Makes the loss that a model returned of its losses ``[B]``. Where inputs get
+        gradients it is a plain mean, which gives none to the model.
+        """
+        optimizer = self.private.stepped_by()
+        if optimizer is None or record.trained:
+            return losses.mean()
+        return ClippedLoss(self, optimizer, losses, reduction)
 
     def plain_backward(
         self, record: ForwardRecord, grads: Sequence[T | None]

@@ -74,7 +74,8 @@ class GradSampleMode(PrivateMode):
         """Intercepts the model's calls."""
         super().add_hooks(**kwargs)
         self._found: list[tuple[ForwardRecord, DenseGrads]] = []
-        self.private.begin, self.private.loss_type = self._begin, MeanLoss
+        self.private.begin = self._begin
+        self.private.mean_of = lambda record, x: x.mean().as_subclass(MeanLoss)
 
     def _begin(self, size: int) -> None:
         self._found.clear()  # left by a backward pass that failed
