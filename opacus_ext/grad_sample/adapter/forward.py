@@ -79,6 +79,7 @@ class ForwardRecord:
         self.groups: list[GroupOutputs] = []
         self.dims: dict[int, int | None] = {}  # see BatchOutput
         self.done = False  # True after the backward pass
+        self.retain_graph = False  # True if gradients of its inputs are not all
         self.taken = model.passes.taken  # batches that the loop has taken so far
         self.compiled: CompiledModel | None = None  # runs the whole call
         self.inside: Any = None  # gives the CompiledModel that the loss calls
@@ -418,7 +419,8 @@ class ForwardRecord:
 
     def of_inputs(self, grads: Sequence[T | None]) -> list[T | None]:
         """Returns the gradients of the inputs only."""
-        return self.add_gradients(DenseGrads({}, self.size), grads)
+        total = DenseGrads({}, self.size, self.retain_graph)
+        return self.add_gradients(total, grads)
 
     def _add(
         self, total: Any, some: GroupOutputs, outputs: list[T], grads: list[T]
@@ -433,7 +435,8 @@ class ForwardRecord:
         params = list(self.params.values())
         if some.group is None:
             leaves, names = [*params, *self.leaves], list(self.params)
-            by_id = gradients_alone(outputs, grads, leaves, names)
+            kept = isinstance(total, DenseGrads) and total.retain_graph
+            by_id = gradients_alone(outputs, grads, leaves, names, kept)
             total.add_one(int(some.rows), by_id)
             return [by_id.get(id(x)) for x in self.leaves]
         if isinstance(some.group, CompiledGroup):

@@ -359,6 +359,8 @@ class Ghost(PrivateMode):
         nodes = sources.nodes
         if not nodes:
             return
+        for record in sources.records:  # a call on an output is passed twice
+            record.retain_graph = sources.nested
         edges = [GradientEdge(n, i) for n in nodes for i in range(len(n.record.dims))]
         dims = [dim for n in nodes for dim in n.record.dims.values()]
         found = iter(self._output_grads(losses, edges, dims))
