@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 from contextlib import nullcontext, suppress
 from functools import partial
@@ -376,15 +375,15 @@ class ForwardRecord:
         """Marks it as done; refuses a second backward pass."""
         most = self.model.inputs.most
         if most is not None and self.size > most:
-            error = self.model.refused(
+            reason = self.model.refused(
                 f"was called on {self.size} samples, and the loader drew at most "
                 f"{most} records: some would count several times.",
-                "Call it on the records that were drawn: views of a record belong into "
-                "one sample, of which the loss is the mean. If it was called on what "
-                "is no record, call zero_grad() before the private loss.",
+                "Call it on as many samples as records: views of a record belong into "
+                "one sample, of which the loss is the mean; a GAN takes a fake for "
+                "each record, noise = torch.randn(len(x), ...). After a loss that is "
+                "not the private model's, call zero_grad() of the private optimizer.",
             )
-            doubt = Doubt(error, drawn=math.inf, counts=False)
-            self.inputs = self.inputs._replace(doubt=doubt)
+            self.may_not_enter(reason)
         if self.done:
             raise self.model.refused(
                 "a second backward pass of one batch. Each would be clipped by itself, "
@@ -393,6 +392,10 @@ class ForwardRecord:
             )
         self.model.check_hooks()
         self.done = True
+
+    def may_not_enter(self, reason: Refused) -> None:
+        """Lets a step on its gradients be refused, unless they are dropped before."""
+        self.inputs = self.inputs._replace(doubt=Doubt(reason))
 
     def add_gradients(self, total: Any, grads: Sequence[T | None]) -> list[T | None]:
         """

@@ -638,8 +638,8 @@ class DenseGrads:
 
     def add_group(self, rows: T | None, group: Any, *given: Any) -> list[T | None]:
         """See :meth:`ClippedSum.add_group`."""
-        kept = self.retain_graph
-        samples, of_inputs = gradients_of_group(group, *given, retain_graph=kept)
+        one_pass: Any = functools.partial(gradients_of_group, group, *given)
+        samples, of_inputs = one_pass(retain_graph=self.retain_graph)
         self.add(rows, samples)
         return of_inputs
 
