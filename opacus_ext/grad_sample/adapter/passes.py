@@ -113,8 +113,8 @@ def second_pass(others: str) -> Refused:
         "backward() a second time before optimizer.step() and zero_grad(), over "
         "records that were drawn once: each pass is clipped by itself, so that a "
         "record would count twice.",
-        remedy="Add the losses, those of a GAN's fakes too, and call backward() once: "
-        f"(loss_real + loss_fake).backward(). {others}",
+        remedy="Add the losses, those of a GAN's fakes too, and call backward() on "
+        f"their sum, (loss_real + loss_fake).backward(). {others}",
     )
 
 
@@ -163,12 +163,9 @@ class Passes:
         doubt = next((x for x in doubts if x is not None), None)
         new = Pass(size, draws, taken, tuple(inputs), doubt)
         others = [x for x in (*self._kept, *self._new) if x.may_enter]
-        again = new.may_enter and any(
-            new.draws & x.draws or new.has_inputs_of(x) for x in others
-        )
-        if drawn is not None and new.may_enter:
-            again = again or self._are_too_many(new, others, drawn)
-        if again:
+        again = any(new.draws & x.draws or new.has_inputs_of(x) for x in others)
+        again = again or drawn is not None and self._are_too_many(new, others, drawn)
+        if again and new.may_enter:
             raise second_pass(
                 "Batches of other draws can be accumulated: take each from the loader "
                 "after the backward() of the one before."
