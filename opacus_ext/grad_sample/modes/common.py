@@ -261,23 +261,25 @@ def not_private(private: PrivateModel, p: Any, what: str) -> Refused:
 
 def feeds_another(private: PrivateModel) -> Refused:
     """Makes the error for a step on gradients that have reached another model, too."""
-    return private.refused(
-        "its input was computed by another model that is trained, and got gradients of "
-        "the private loss, which are not clipped.",
-        "In the private loss detach() what the other model gives, fake.detach(). After "
-        "a step of the other model by a loss of its own (a generator's) call "
-        "zero_grad() of the private optimizer. What is to be trained on the records, "
-        "too, belongs into the model that make_private is given.",
+    return Refused(
+        f"{private.describe()}: its input was computed by another model that is "
+        "trained, and got gradients of the private loss, which are not clipped.",
+        module=private.describe(),
+        remedy="In the private loss detach() what the other model gives, "
+        "fake.detach(). After a step of the other model by a loss of its own (a "
+        "generator's) call zero_grad() of the private optimizer. What is to be trained "
+        "on the records, too, belongs into the model that make_private is given.",
     )
 
 
 def of_other_sizes(private: PrivateModel, sizes: Iterable[int]) -> Refused:
     """Makes the error for a loss of calls on different numbers of samples."""
     found = " and ".join(map(str, sorted(sizes)))
-    return private.refused(
-        f"one loss of calls on {found} samples. Sample i of each call is clipped "
-        "together with sample i of the others, as one record's: other samples could "
-        "make a record count several times.",
-        "Call it on as many fakes as records, noise = torch.randn(len(x), ...) for a "
-        "batch x of the loader, and call backward() on the sum of the losses.",
+    return Refused(
+        f"{private.describe()}: one loss of calls on {found} samples. Sample i of each "
+        "call is clipped together with sample i of the others, as one record's: other "
+        "samples could make a record count several times.",
+        module=private.describe(),
+        remedy="Call it on as many fakes as records, noise = torch.randn(len(x), ...) "
+        "for a batch x of the loader, and call backward() on the sum of the losses.",
     )
