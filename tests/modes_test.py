@@ -28,6 +28,7 @@ from tests.common import (
     oracle,
     run_mode,
     square_loss,
+    squares,
     trainable,
     with_notes,
     wrapped_or_not,
@@ -155,6 +156,37 @@ def test_exact(mode, wrap, name):
     build, x = EXACT[name]
     batch, loss = (ids_of(), token_loss) if x is None else (x, square_loss)
     check(mode, wrap, build(), batch, loss)
+
+
+def rollout(model, x):
+    """Each call on what the one before has given: the loop of a recurrent cell."""
+    losses, h = 0, x
+    for _ in range(3):
+        h = model(h).tanh()
+        losses = losses + squares(h)
+    return losses
+
+
+ON_OUTPUTS = {
+    "the last": lambda model, x: squares(model(model(x))),
+    "each": rollout,
+    "beside the input": lambda model, x: squares(model(x + model(x)) - model(2 * x)),
+}
+
+
+@every_mode
+@pytest.mark.parametrize("name", ON_OUTPUTS)
+def test_calls_on_outputs_of_the_model(mode, name):
+    """The gradients of all calls are one sample's."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3)).double()
+    check(mode, True, model, X, ON_OUTPUTS[name])
+    private = make_private(model, mode, batch_size=len(X), max_grad_norm=0.5)
+    if mode != "hooks":
+        with pytest.raises(Refused, match="depends on the outputs of others"):
+            private.backward(
+                X, lambda model, x: squares(model((y := model(x)) - y.mean(0)))
+            )
 
 
 def test_grad_sample_follows_the_samples():

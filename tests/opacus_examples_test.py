@@ -9,12 +9,13 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.data import TensorDataset
 
 from opacus_ext.refused import Refused
 from tests.common import assert_same, check, clipped_sum, make_private, oracle
 
 MODES = ("hooks", "ghost", "ghost_bk", "scan", "auto")
-BOUND, SIZE = 0.5, 4
+BOUND, SIZE, FAKES, RECORDS = 0.5, 4, 2, 6
 
 
 class SampleNet(nn.Module):
@@ -67,48 +68,154 @@ def real_or_fake(discriminator, batch):
     return bce(real, torch.ones_like(real)) + bce(fake, torch.zeros_like(fake))
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_gan(mode):
-    """dcgan.py: a private discriminator feeds a trainable generator's gradients."""
-    plain, plain_generator = gan()
-    model, generator = copy.deepcopy((plain, plain_generator))
-    private = make_private(
-        model, mode, batch_size=SIZE, max_grad_norm=BOUND, criterion=nn.BCELoss()
-    )
-    criterion = private.criterion or nn.BCELoss()
-    bce, ones = nn.BCELoss(), torch.ones(SIZE).double()
-    theirs = torch.optim.SGD(generator.parameters(), lr=0.5)
-    oracles = torch.optim.SGD(plain_generator.parameters(), lr=0.5)
-    for step in range(3):
-        torch.manual_seed(step)
-        real, noise = torch.randn(SIZE, 1, 8, 8).double(), torch.randn(SIZE, 5).double()
-        private.optimizer.zero_grad(set_to_none=True)
-        fake = generator(noise)
-        loss = criterion(private.module(real), ones)
-        loss = loss + criterion(private.module(fake.detach()), 0 * ones)
-        loss.backward()
-        private.optimizer.step()
-        private.optimizer.zero_grad(set_to_none=True)
-        theirs.zero_grad()
-        bce(private.module(fake), ones).backward()
-        theirs.step()
+class Gan:
+    """A private discriminator, and a generator beside it."""
 
-        fake = plain_generator(noise)
-        grads = oracle(plain, (real, fake.detach()), real_or_fake)
+    def __init__(self, mode, **kwargs):
+        self.model, self.generator = gan()
+        self.private = make_private(
+            self.model,
+            mode,
+            batch_size=FAKES,
+            max_grad_norm=BOUND,
+            criterion=nn.BCELoss(),
+            dataset=TensorDataset(torch.randn(RECORDS, 1, 8, 8).double()),
+            **{"poisson_sampling": True, **kwargs},
+        )
+        self.module, self.optimizer = self.private.module, self.private.optimizer
+        self.criterion = self.private.criterion or nn.BCELoss()
+        self.random = torch.Generator().manual_seed(0)
+        self.own = torch.optim.SGD(self.generator.parameters(), lr=0.5)
+
+    def batches(self, epochs=1):
+        """Draws of any size, also without records, and the generator's fakes."""
+        for _ in range(epochs):
+            for (x,) in self.private.loader:
+                yield x, self.fakes(len(x))
+
+    def fakes(self, size=FAKES):
+        return self.generator(self.noise(size))
+
+    def noise(self, size):
+        return torch.randn(size, 5, generator=self.random, dtype=torch.double)
+
+    def loss(self, images, label):
+        output = self.module(images)
+        return self.criterion(output, torch.full_like(output, label))
+
+
+def private_step(gan, x, fake):
+    """A record and its fake are one sample."""
+    gan.optimizer.zero_grad()
+    (gan.loss(x, 1.0) + gan.loss(fake.detach(), 0.0)).backward()
+    gan.optimizer.step()
+
+
+def step_of_generator(gan, fake):
+    gan.own.zero_grad()
+    gan.loss(fake, 1.0).backward()
+    gan.own.step()
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("fakes", ["one each", "always two"])
+def test_gan(mode, fakes):
+    """
+    dcgan.py: the generator is trained by the private criterion, on its own fakes.
+    Nothing is clipped or noisy there.
+    """
+    torch.manual_seed(0)
+    trained, sizes = Gan(mode), set()
+    torch.manual_seed(1)
+    plain, plain_generator = copy.deepcopy((trained.model, trained.generator))
+    own = torch.optim.SGD(plain_generator.parameters(), lr=0.5)
+    for x, fake in trained.batches(epochs=3):
+        sizes.add(len(x))
+        grads = oracle(plain, (x, fake.detach()), real_or_fake)
+        private_step(trained, x, fake)
         with torch.no_grad():
             for name, total in clipped_sum(grads, "flat", BOUND).items():
-                plain.get_parameter(name).sub_(total / SIZE)
-        oracles.zero_grad()
-        bce(plain(fake), ones).backward()
-        oracles.step()
-        for mine, other in ((model, plain), (generator, plain_generator)):
-            assert_same(mine.state_dict(), other.state_dict())
+                plain.get_parameter(name).sub_(total / FAKES)
+
+        noise = trained.noise(len(x) if fakes == "one each" else FAKES)
+        step_of_generator(trained, trained.generator(noise))
+        own.zero_grad()
+        output = plain(plain_generator(noise))
+        F.binary_cross_entropy(output, torch.ones_like(output)).backward()
+        own.step()
+        assert_same(trained.model.state_dict(), plain.state_dict())
+        assert_same(trained.generator.state_dict(), plain_generator.state_dict())
+    assert {0, FAKES} < sizes
 
 
-@pytest.mark.parametrize("mode", ("ghost", "ghost_bk"))
-def test_generator_gets_nothing_from_a_private_loss(mode):
-    discriminator, generator = gan()
-    private = make_private(discriminator, mode, batch_size=SIZE, criterion=nn.BCELoss())
-    output = private.module(generator(torch.randn(SIZE, 5).double()))
-    with pytest.raises(Refused, match="another model.*would not be private"):
-        private.criterion(output, torch.ones(SIZE).double()).backward()
+def not_detached(gan, x, fake):
+    gan.optimizer.zero_grad()
+    (gan.loss(x, 1.0) + gan.loss(fake, 0.0)).backward()
+    gan.optimizer.step()
+
+
+def fakes_in_a_number_of_their_own(gan, x, fake):
+    private_step(gan, x, gan.fakes(FAKES + 4))
+
+
+def two_passes(gan, x, fake):
+    gan.optimizer.zero_grad()
+    gan.loss(x, 1.0).backward()
+    gan.loss(fake.detach(), 0.0).backward()
+    gan.optimizer.step()
+
+
+def not_dropped(gan, x, fake):
+    gan.optimizer.zero_grad()
+    step_of_generator(gan, fake)
+    gan.optimizer.step()
+
+
+# What people write, and what the error says, which :func:`private_step` does.
+REFUSED = {
+    not_detached: r"another model.*detach\(\).*zero_grad\(\)",
+    not_dropped: r"another model.*detach\(\).*zero_grad\(\)",
+    fakes_in_a_number_of_their_own: r"loss of calls on .* and 6 .*randn\(len\(x\)",
+    two_passes: r"a second time.*\(loss_real \+ loss_fake\)\.backward\(\)",
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("poisson", [True, False], ids=["poisson", "fixed"])
+@pytest.mark.parametrize("loop", REFUSED, ids=lambda loop: loop.__name__)
+def test_gans_that_are_refused(mode, poisson, loop):
+    """In the same words in all modes, and without a step; the advice trains."""
+    torch.manual_seed(0)
+    trained = Gan(mode, poisson_sampling=poisson)
+    before = copy.deepcopy(trained.model.state_dict())
+    refused = False
+    for x, fake in trained.batches(epochs=2):
+        if len(x) and not refused:
+            with pytest.raises(Refused, match=REFUSED[loop]):
+                loop(trained, x, fake)
+            assert_same(trained.model.state_dict(), before)
+            refused = True
+        else:
+            private_step(trained, x, fake)
+            step_of_generator(trained, trained.fakes())
+    assert refused and trained.private.engine.accountant.history
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_steps_of_a_generator(mode):
+    """Several in a row, in any number of fakes, and on a frozen private model."""
+    torch.manual_seed(0)
+    trained = Gan(mode)
+    for x, fake in trained.batches():
+        before = copy.deepcopy(trained.generator.state_dict())
+        step_of_generator(trained, fake)
+        step_of_generator(trained, trained.fakes(3))
+        trained.optimizer.zero_grad()
+        (trained.loss(x, 1.0) + trained.loss(fake.detach(), 0.0)).backward()
+        trained.model.requires_grad_(False)
+        step_of_generator(trained, trained.fakes())
+        trained.model.requires_grad_(True)
+        trained.optimizer.step()
+        after = trained.generator.state_dict()
+        assert all((after[name] != x).any() for name, x in before.items())
+    assert len(trained.private.engine.accountant.history)

@@ -426,24 +426,11 @@ class HooksDPOptimizer(ClippingOptimizer, DPOptimizer):
     """Clips ``p.grad_sample`` with any clipping function; norms in float32 or wider."""
 
     def pre_step(self, closure: Optional[Any] = None) -> Optional[float]:
-        """
-        See ``DPOptimizer``.
-
-        Raises:
-            Refused: if the gradients have gone on to another model as well
-        """
+        """See ``DPOptimizer``."""
         self._check_gradients()
         return super().pre_step(closure)
 
     def _check_gradients(self) -> None:
-        if getattr(self.mode, "fed", False):
-            raise Refused(
-                "The input of the private model was computed by another model that is "
-                "trained, and got gradients that are not clipped.",
-                remedy="Make it part of the model that make_private is given, detach() "
-                "its output, or call zero_grad() before the private loss: a generator "
-                "is trained by a loss of its own.",
-            )
         for p in self.params:
             if getattr(p, "grad_sample", None) is None:
                 raise Refused(

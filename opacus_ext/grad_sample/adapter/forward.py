@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 from contextlib import nullcontext, suppress
 from functools import partial
@@ -81,6 +80,7 @@ class ForwardRecord:
         self.groups: list[GroupOutputs] = []
         self.dims: dict[int, int | None] = {}  # see BatchOutput
         self.done = False  # True after the backward pass
+        self.retain_graph = False  # True if gradients of its inputs are not all
         self.taken = model.passes.taken  # batches that the loop has taken so far
         self.compiled: CompiledModel | None = None  # runs the whole call
         self.inside: Any = None  # gives the CompiledModel that the loss calls
@@ -366,17 +366,17 @@ class ForwardRecord:
         """Marks it as done; refuses a second backward pass."""
         most = self.model.inputs.most
         if most is not None and self.size > most:
-            error = self.model.refused(
+            reason = self.model.refused(
                 f"was called on {self.size} samples, and the loader drew at most "
                 f"{most} records: some would count several times.",
-                "Call it on the records that were drawn: views of a record belong into "
-                "one sample, of which the loss is the mean. For K views of a record "
-                "give make_private opacus_ext.losses.PerRecord(model), and call it by "
-                "keyword on [B, K, ...]: its outputs are [B, K, ...]. If it was called "
-                "on what is no record, call zero_grad() before the private loss.",
+                "Call it on as many samples as records: for K views of a record give "
+                "make_private opacus_ext.losses.PerRecord(model), and call it by "
+                "keyword on [B, K, ...]: its outputs are [B, K, ...]; a GAN takes a "
+                "fake for each record, noise = torch.randn(len(x), ...). After a loss "
+                "that is not the private model's, call zero_grad() of the private "
+                "optimizer.",
             )
-            doubt = Doubt(error, drawn=math.inf, counts=False)
-            self.inputs = self.inputs._replace(doubt=doubt)
+            self.may_not_enter(reason)
         if self.done:
             raise self.model.refused(
                 "a second backward pass of one batch. Each would be clipped by itself, "
@@ -385,6 +385,10 @@ class ForwardRecord:
             )
         self.model.check_hooks()
         self.done = True
+
+    def may_not_enter(self, reason: Refused) -> None:
+        """Lets a step on its gradients be refused, unless they are dropped before."""
+        self.inputs = self.inputs._replace(doubt=Doubt(reason))
 
     def add_gradients(self, total: Any, grads: Sequence[T | None]) -> list[T | None]:
         """
@@ -411,7 +415,8 @@ class ForwardRecord:
 
     def of_inputs(self, grads: Sequence[T | None]) -> list[T | None]:
         """Returns the gradients of the inputs only."""
-        return self.add_gradients(DenseGrads({}, self.size), grads)
+        total = DenseGrads({}, self.size, self.retain_graph)
+        return self.add_gradients(total, grads)
 
     def _add(
         self, total: Any, some: GroupOutputs, outputs: list[T], grads: list[T]
@@ -426,7 +431,8 @@ class ForwardRecord:
         params = list(self.params.values())
         if some.group is None:
             leaves, names = [*params, *self.leaves], list(self.params)
-            by_id = gradients_alone(outputs, grads, leaves, names)
+            kept = isinstance(total, DenseGrads) and total.retain_graph
+            by_id = gradients_alone(outputs, grads, leaves, names, kept)
             total.add_one(int(some.rows), by_id)
             return [by_id.get(id(x)) for x in self.leaves]
         if isinstance(some.group, CompiledGroup):

@@ -335,8 +335,10 @@ class Boundary(torch.autograd.Function):
 class Dependencies(NamedTuple):
     """The private models and leaves that a loss depends on."""
 
-    nodes: list[Any]  # Boundary nodes
+    nodes: list[Any]  # Boundary nodes, also those behind the inputs of others
     leaves: list[T]  # other leaves that would get a gradient
+    before: list[T]  # leaves that computed inputs of the private models
+    nested: bool  # True if inputs were computed from outputs of private models
 
     @property
     def records(self) -> list[Any]:
@@ -345,7 +347,25 @@ class Dependencies(NamedTuple):
 
 
 def dependencies_of(tensors: Sequence[T]) -> Dependencies:
-    """Walks the graph of tensors back to the outputs of private models."""
+    """
+    Walks the graph of tensors back to the outputs of private models, and the graph of
+    these models' inputs.
+    """
+    nodes, leaves = _walk(tensors)
+    before: dict[int, T] = {}
+    nested = False
+    for node in nodes:  # which grows
+        inputs = node.record.trained
+        inner, more = _walk(inputs)
+        more += [x for x in inputs if x.is_leaf]
+        before.update((id(x), x) for x in more)
+        nested |= bool(inner)
+        nodes += [x for x in inner if x not in nodes]
+    return Dependencies(nodes, leaves, [*before.values()], nested)
+
+
+def _walk(tensors: Sequence[T]) -> tuple[list[Any], list[T]]:
+    """Returns the Boundary nodes and leaves where the graph of tensors ends."""
     nodes, leaves, seen = [], [], set()
     todo = [x.grad_fn for x in tensors]
     while todo:
@@ -359,4 +379,4 @@ def dependencies_of(tensors: Sequence[T]) -> Dependencies:
         if hasattr(node, "variable"):
             leaves.append(node.variable)
         todo += [parent for parent, _ in node.next_functions]
-    return Dependencies(nodes, leaves)
+    return nodes, leaves

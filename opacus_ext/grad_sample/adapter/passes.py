@@ -7,6 +7,7 @@ many batches the loop has taken, by the inputs themselves.
 
 from __future__ import annotations
 
+import math
 from typing import Any, Iterable, NamedTuple, Protocol
 
 import torch
@@ -47,11 +48,12 @@ class Doubt(NamedTuple):
     Why gradients may not enter a step: they seem to be of records that were ``drawn``,
     and of another number of samples. If they ``counts``, these samples may be parts of
     what was drawn; others are known to be something else if the step has other samples.
+    Without ``drawn`` no other samples help.
     """
 
     error: Refused
-    drawn: float
-    counts: bool
+    drawn: float = math.inf
+    counts: bool = False
 
 
 _draws = WeakIdKeyDictionary()  # by tensor
@@ -87,6 +89,11 @@ class Pass(NamedTuple):
     inputs: tuple[tuple[T, int], ...]
     doubt: Doubt | None = None
 
+    @property
+    def may_enter(self) -> bool:
+        """Returns False if no step can have its gradients."""
+        return self.doubt is None or self.doubt.drawn < math.inf
+
     def has_inputs_of(self, other: Pass) -> bool:
         """Returns True if both have the same inputs, of one place or of equal bits."""
         if len(self.inputs) != len(other.inputs) or not self.inputs:
@@ -98,6 +105,17 @@ class Pass(NamedTuple):
             return True
         # Two records may be equal by chance; several in a row are copies.
         return self.size > 1 and all(have_same_bits(x, y) for x, y in pairs)
+
+
+def second_pass(others: str) -> Refused:
+    """Makes the error for two passes before a step; ``others`` is said of batches."""
+    return Refused(
+        "backward() a second time before optimizer.step() and zero_grad(), over "
+        "records that were drawn once: each pass is clipped by itself, so that a "
+        "record would count twice.",
+        remedy="Add the losses, those of a GAN's fakes too, and call backward() on "
+        f"their sum, (loss_real + loss_fake).backward(). {others}",
+    )
 
 
 def _are_one(x: T, y: T) -> bool:
@@ -144,15 +162,13 @@ class Passes:
         doubts = (r.inputs.doubt for r in records)
         doubt = next((x for x in doubts if x is not None), None)
         new = Pass(size, draws, taken, tuple(inputs), doubt)
-        others = [*self._kept, *self._new]
+        others = [x for x in (*self._kept, *self._new) if x.may_enter]
         again = any(new.draws & x.draws or new.has_inputs_of(x) for x in others)
-        if again or drawn is not None and self._are_too_many(new, others, drawn):
-            raise Refused(
-                "A second backward pass in one step over records that were drawn once: "
-                "each pass is clipped by itself, so that a record would count twice.",
-                remedy="Add the losses of a batch and call backward() once. Batches of "
-                "other draws can be accumulated: take each from the loader after the "
-                "backward() of the one before.",
+        again = again or drawn is not None and self._are_too_many(new, others, drawn)
+        if again and new.may_enter:
+            raise second_pass(
+                "Batches of other draws can be accumulated: take each from the loader "
+                "after the backward() of the one before."
             )
         self._new.append(new)
 

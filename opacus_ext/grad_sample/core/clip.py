@@ -623,21 +623,23 @@ class ClippedSum:
 class DenseGrads:
     """
     Materialized gradients, added group by group; ``rows`` has ``[B, *shape]`` for each
-    parameter that was used, by name. ``reached`` is True if there are some.
+    parameter that was used, by name. ``reached`` is True if there are some. The graph
+    of a group is kept if ``retain_graph``.
     """
 
     @property
     def reached(self) -> bool:
         return bool(self.rows)
 
-    def __init__(self, params: dict[str, T], size: int):
-        self.params, self.size = params, size
+    def __init__(self, params: dict[str, T], size: int, retain_graph: bool = False):
+        self.params, self.size, self.retain_graph = params, size, retain_graph
         self.rows: dict[str, T] = {}
         self._whole = Whole()
 
     def add_group(self, rows: T | None, group: Any, *given: Any) -> list[T | None]:
         """See :meth:`ClippedSum.add_group`."""
-        samples, of_inputs = gradients_of_group(group, *given)
+        one_pass: Any = functools.partial(gradients_of_group, group, *given)
+        samples, of_inputs = one_pass(retain_graph=self.retain_graph)
         self.add(rows, samples)
         return of_inputs
 

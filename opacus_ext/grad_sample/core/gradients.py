@@ -287,6 +287,7 @@ def gradients_of_group(
     inputs: Sequence[T] = (),
     done: Callable[[T, GradSample], None] | None = None,
     seen: Callable[[ParameterUse, T], None] | None = None,
+    retain_graph: bool = False,
 ) -> tuple[GradSamples, list[T | None]]:
     """
     Returns the per-sample gradients of a group, and the gradients of the inputs.
@@ -299,6 +300,7 @@ def gradients_of_group(
         inputs: leaves
         done: called with a parameter and its gradients when these are complete
         seen: called with each use and its backprops; the graph is retained then
+        retain_graph: True if the graph is retained
     """
     given = params, group.size, group.uses, done, group.frees_parameters
     collector = Collector(*given)
@@ -308,7 +310,7 @@ def gradients_of_group(
             seen(use, backprops)
         collector.add(use, backprops)
 
-    others, keep = [*params, *inputs], seen is not None
+    others, keep = [*params, *inputs], retain_graph or seen is not None
     found = _backward(outputs, grads, group.uses, add, others, retain_graph=keep)
     if any(g is not None for g in found[: len(params)]):
         raise NotAtOnce(UNSEEN)
@@ -395,10 +397,12 @@ def gradients_alone(
     grads: Sequence[T | None],
     leaves: Sequence[T],
     names: Sequence[str] = (),
+    retain_graph: bool = False,
 ) -> dict[int, T]:
     """
     Returns the gradients of one sample by plain autograd: dense, by the ids of the
     leaves that were used. ``names`` are those of the leaves, or of the first of them.
+    The graph is kept if ``retain_graph``.
     """
     pairs = [(y, g) for y, g in zip(outputs, grads) if y.requires_grad]
     if not pairs or not leaves:
@@ -409,7 +413,8 @@ def gradients_alone(
     ys, gs = zip(*pairs)
     reached, own_functions = graph_of(ys)
     if not own_functions:
-        found = torch.autograd.grad(ys, leaves, gs, allow_unused=True)
+        kw = dict(allow_unused=True, retain_graph=retain_graph)
+        found = torch.autograd.grad(ys, leaves, gs, **kw)
     else:
         # An autograd function may call backward() itself, as checkpoints do, which
         # autograd.grad misses. FSDP2 would sum what it finds in ``x.grad``, in each
@@ -431,7 +436,7 @@ def gradients_alone(
             x.register_post_accumulate_grad_hook(clear) for x in leaves if x.is_leaf
         ]
         try:
-            torch.autograd.backward(ys, gs)
+            torch.autograd.backward(ys, gs, retain_graph=retain_graph)
         finally:
             for handle in handles:
                 handle.remove()

@@ -85,7 +85,8 @@ class Auto(BookKeeping):
                 self.choice.way = AT_ONCE
         self._began = True
         self.private.one_by_one = self.choice.next == ONE_BY_ONE
-        self._start = self._now() if self.choice.way is None and size else None
+        timed = self.choice.way is None and size and self.private.params
+        self._start = self._now() if timed else None
 
     @property
     def _compiles(self) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 from contextvars import ContextVar
-from typing import Any, Callable
+from typing import Any, Callable, Iterable
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,8 @@ from opacus_ext.grad_sample.parallel.sharding import find_group
 from opacus_ext.grad_sample.parallel.split import SplitModel, is_split_alone
 from opacus_ext.grad_sample.rules.embedding import refuse_embedding
 from opacus_ext.refused import Refused
+
+MEMORY_MANAGER = "opacus.utils.batch_memory_manager.BatchMemoryManager"
 
 #: Arguments of make_private beyond Opacus's own, while it runs.
 settings: ContextVar[dict[str, Any]] = ContextVar("settings", default={})
@@ -337,4 +339,30 @@ def not_private(private: PrivateModel, p: Any, what: str) -> Refused:
         f"shape {tuple(p.shape)}, whose gradient would not be private.",
         module=private.describe(),
         remedy="Make it part of the model that make_private is given, or freeze it.",
+    )
+
+
+def feeds_another(private: PrivateModel) -> Refused:
+    """Makes the error for a step on gradients that have reached another model, too."""
+    return Refused(
+        f"{private.describe()}: its input was computed by another model that is "
+        "trained, and got gradients of the private loss, which are not clipped.",
+        module=private.describe(),
+        remedy="In the private loss detach() what the other model gives, "
+        "fake.detach(). After a step of the other model by a loss of its own (a "
+        "generator's) call zero_grad() of the private optimizer. What is to be trained "
+        "on the records, too, belongs into the model that make_private is given.",
+    )
+
+
+def of_other_sizes(private: PrivateModel, sizes: Iterable[int]) -> Refused:
+    """Makes the error for a loss of calls on different numbers of samples."""
+    found = " and ".join(map(str, sorted(sizes)))
+    return Refused(
+        f"{private.describe()}: one loss of calls on {found} samples. Sample i of each "
+        "call is clipped together with sample i of the others, as one record's: other "
+        "samples could make a record count several times.",
+        module=private.describe(),
+        remedy="Call it on as many fakes as records, noise = torch.randn(len(x), ...) "
+        "for a batch x of the loader, and call backward() on the sum of the losses.",
     )

@@ -19,6 +19,7 @@ from opacus_ext.grad_sample.adapter.outputs import (
     NotEqual,
     dependencies_of,
 )
+from opacus_ext.grad_sample.adapter.passes import second_pass
 from opacus_ext.grad_sample.core.clip import (
     ClippedSum,
     DenseGrads,
@@ -29,7 +30,14 @@ from opacus_ext.grad_sample.core.gradients import no_autocast
 from opacus_ext.grad_sample.core.groups import Samples
 from opacus_ext.grad_sample.core.two_passes import TwoPassSum
 from opacus_ext.grad_sample.factors import GradSample
-from opacus_ext.grad_sample.modes.common import PrivateMode, not_called, not_private
+from opacus_ext.grad_sample.modes.common import (
+    MEMORY_MANAGER,
+    PrivateMode,
+    feeds_another,
+    not_called,
+    not_private,
+    of_other_sizes,
+)
 from opacus_ext.refused import Refused, warn_once
 
 T = torch.Tensor
@@ -67,6 +75,7 @@ class ClippedLoss(torch.Tensor, stock.DPTensorFastGradientClipping):
     divisor: float = 1.0  # the number by which it was divided
     done = False  # True after backward()
     has_graph = True  # False if computed under torch.no_grad()
+    sizes: frozenset[int]  # numbers of samples of the losses that it is a sum of
 
     def __new__(
         cls,
@@ -88,6 +97,7 @@ class ClippedLoss(torch.Tensor, stock.DPTensorFastGradientClipping):
     def __init__(self, *args: Any, value: T | None = None, **kwargs: Any):
         stock.DPTensorFastGradientClipping.__init__(self, *args, **kwargs)
         self.has_graph = torch.is_grad_enabled()
+        self.sizes = frozenset([self.loss_per_sample.numel()])
 
     def backward(  # type: ignore[override]  # its first argument is a number
         self,
@@ -122,6 +132,8 @@ class ClippedLoss(torch.Tensor, stock.DPTensorFastGradientClipping):
                 "backward() a second time through the same loss.",
                 remedy="Compute the loss anew, with a forward pass.",
             )
+        if len(self.sizes) > 1:
+            raise of_other_sizes(self.module.private, self.sizes)
         if self.divisor != 1:
             warn_once(
                 self.optimizer,
@@ -168,12 +180,15 @@ class ClippedLoss(torch.Tensor, stock.DPTensorFastGradientClipping):
                 each = losses[0].loss_per_sample
             elif _is_by_sample(name, losses, args):
                 each = func(*map(of_samples, args), **kwargs)
+            elif name in _SUMS and _are_alike(losses):
+                each = losses[0].loss_per_sample  # backward() is refused
             else:
                 return value
             first = losses[0]
             given = first.module, first.optimizer, each, first.loss_reduction
             new = ClippedLoss(*given, value=value)
             new.divisor = max(x.divisor for x in losses)
+            new.sizes = frozenset().union(*(x.sizes for x in losses))
             if name in _QUOTIENTS and isinstance(args[-1], int) and args[-1] > 1:
                 new.divisor *= args[-1]
             return new
@@ -183,10 +198,15 @@ class ClippedLoss(torch.Tensor, stock.DPTensorFastGradientClipping):
 
 def _is_by_sample(name: str, losses: Sequence[ClippedLoss], args: tuple) -> bool:
     """Returns True if a function of losses can be applied to each sample's loss."""
-    kinds = {(x.module, x.loss_reduction, x.loss_per_sample.shape) for x in losses}
     if len(losses) > 1:
-        return name in _SUMS and len(kinds) == 1
+        shapes = {x.loss_per_sample.shape for x in losses}
+        return name in _SUMS and _are_alike(losses) and len(shapes) == 1
     return name in _SUMS | _PRODUCTS or name in _QUOTIENTS and args[0] is losses[0]
+
+
+def _are_alike(losses: Sequence[ClippedLoss]) -> bool:
+    """Returns True for losses of one model with one reduction."""
+    return len({(x.module, x.loss_reduction) for x in losses}) == 1
 
 
 class _WithoutSamples(torch.autograd.Function):
@@ -252,6 +272,7 @@ class Ghost(PrivateMode):
     """Mode "ghost", and the base of all modes that leave clipped sums."""
 
     compiles = True
+    loss_reduction: str  # of Opacus's classes
     sum_of: type = TwoPassSum
     calls = 0  # of backward() with several samples
 
@@ -306,9 +327,12 @@ class Ghost(PrivateMode):
             raise Refused(reason, parameter="scale")
         try:
             with self.private.telling("backward pass"), no_autocast():
-                total = self._total(optimizer, losses.numel(), scale)
                 sources = dependencies_of([losses])
                 self._check(sources, losses)
+                if any(isinstance(x, nn.Parameter) for x in sources.before):
+                    self._feed(sources, losses)
+                    return
+                total = self._total(optimizer, losses.numel(), scale)
                 self.private.begin_backward(bool(sources.records))
                 self._add(total, sources, losses if scale == 1 else losses * scale)
                 if not self.private.is_shared_out:
@@ -320,6 +344,18 @@ class Ghost(PrivateMode):
             record.mark_done()
         self.private.passes.add(sources.records)
         self._set_grads(optimizer, total)
+
+    def _feed(self, sources: Dependencies, losses: T) -> None:
+        """
+        Leaves plain gradients of the mean or sum of losses in the models that computed
+        inputs (a generator), and none in the private one.
+        """
+        whole = losses.mean() if self.loss_reduction == "mean" else losses.sum()
+        torch.autograd.backward([whole], inputs=sources.before)
+        for record in sources.records:
+            record.mark_done()
+            record.may_not_enter(feeds_another(self.private))
+        self.private.passes.add(r for r in sources.records if r.params)
 
     def clip(
         self, optimizer: Any, samples: list[Samples], loss: Callable[[Any], T]
@@ -337,12 +373,7 @@ class Ghost(PrivateMode):
 
     def _total(self, optimizer: Any, size: int, scale: float = 1.0) -> ClippedSum:
         if optimizer.ready:
-            raise Refused(
-                "backward() a second time before optimizer.step(): the clipped sum "
-                "of the first batch would be lost.",
-                remedy="Call optimizer.step() after each backward(), or use opacus."
-                "utils.batch_memory_manager.BatchMemoryManager to accumulate batches.",
-            )
+            raise second_pass(f"To accumulate batches use {MEMORY_MANAGER}.")
         kind = self.private.sum_of(self.sum_of)
         params = {self.private.names[p]: p for p in optimizer.params}
         clipping = optimizer.clipping_function
@@ -369,15 +400,16 @@ class Ghost(PrivateMode):
             if leaf is _anchor:  # as in (1 - torch.exp(-loss)) ** 2 * loss
                 raise _without_samples("A product with what is computed from a loss")
             raise not_private(private, leaf, "the loss is")
+        for p in sources.before:
+            shared_out = private.is_shared_out and isinstance(p, nn.Parameter)
+            if p in private.names or shared_out:
+                raise not_private(private, p, "its input is")
         for record in sources.records:
             if record.model is not private:
                 p = next(iter(record.params.values()), losses)
                 raise not_private(private, p, "the loss is")
             if record.done:
                 record.mark_done()  # raises
-            for p in dependencies_of(record.trained).leaves:
-                if isinstance(p, nn.Parameter):
-                    raise not_private(private, p, "its input is")
             if record.size != len(losses):
                 raise Refused(
                     f"The criterion gives {len(losses)} losses for a batch of "
@@ -392,6 +424,8 @@ class Ghost(PrivateMode):
         nodes = sources.nodes
         if not nodes:
             return
+        for record in sources.records:  # a call on an output is passed twice
+            record.retain_graph = sources.nested
         edges = [GradientEdge(n, i) for n in nodes for i in range(len(n.record.dims))]
         dims = [dim for n in nodes for dim in n.record.dims.values()]
         found = iter(self._output_grads(losses, edges, dims))

@@ -12,11 +12,17 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from opacus_ext.grad_sample.adapter.forward import ForwardRecord
 from opacus_ext.grad_sample.adapter.outputs import MeanLoss, dependencies_of
+from opacus_ext.grad_sample.adapter.passes import second_pass
 from opacus_ext.grad_sample.core.clip import DenseGrads, refuse_no_graph
 from opacus_ext.grad_sample.core.groups import Samples
 from opacus_ext.grad_sample.core.vmap import will_run
-from opacus_ext.grad_sample.modes.common import PrivateMode, not_private
-from opacus_ext.refused import Refused
+from opacus_ext.grad_sample.modes.common import (
+    MEMORY_MANAGER,
+    PrivateMode,
+    feeds_another,
+    not_private,
+    of_other_sizes,
+)
 
 T = torch.Tensor
 
@@ -67,7 +73,7 @@ def _reached(params: Iterable[T]) -> list[T]:
 class GradSampleMode(PrivateMode):
     """Modes "hooks" and "functorch": ``backward()`` leaves ``p.grad_sample``."""
 
-    fed = False  # True if another model got gradients since the last step
+    loss_reduction: str  # of Opacus's classes
     passes = 0  # number of backward passes
 
     def add_hooks(self, **kwargs: Any) -> None:
@@ -127,34 +133,37 @@ class GradSampleMode(PrivateMode):
         """Sets ``p.grad_sample`` of every parameter, after the backward pass."""
         names = self.private.params
         kept = any(getattr(p, "grad_sample", None) is not None for p in names.values())
-        self.fed = self._feeds() or (self.fed and kept)
+        feeds = self._feeds()
         found, self._found = self._found, []
+        if not names:  # it is frozen
+            return
+        if not self.grad_accumulation_allowed and kept and not feeds:
+            raise second_pass(
+                "Poisson sampling is not compatible with grad accumulation: for "
+                f"batches that don't fit in memory use {MEMORY_MANAGER}."
+            )
         sizes = {record.size for record, _ in found}
-        if len(sizes) > 1:
-            raise Refused(
-                f"{self.private.describe()} was called with batches of {sorted(sizes)} "
-                "samples before one backward pass.",
-                module=self.private.describe(),
-                remedy="Use one batch size in all calls before backward().",
-            )
-        (size,) = sizes
-        if not self.grad_accumulation_allowed and kept:
-            raise Refused(
-                "backward() a second time before optimizer.step() and zero_grad(). "
-                "Poisson sampling is not compatible with grad accumulation: each batch "
-                "is drawn for one step.",
-                remedy="Add up several losses of a batch, and call backward() on their "
-                "sum; for batches that don't fit in memory use opacus.utils."
-                "batch_memory_manager.BatchMemoryManager.",
-            )
+        for record, _ in found:
+            if feeds:
+                record.may_not_enter(feeds_another(self.private))
+            elif len(sizes) > 1:
+                record.may_not_enter(of_other_sizes(self.private, sizes))
         if not kept:  # those before were dropped, or are a part of the sum
             self.private.passes.forget(kept=False)
         self.private.passes.add(record for record, _ in found)
         dense = [total.grads() for _, total in found]
-        scale = size if self.loss_reduction == "mean" else 1
         for name, p in names.items():
-            new = sum(each[name] for each in dense) * scale
+            new: Any = self._rows([each[name] for each in dense])
             old = getattr(p, "grad_sample", None)
             if old is not None:
                 new = [*old, new] if isinstance(old, list) else [old, new]
             p.grad_sample = new
+
+    def _rows(self, grads: Sequence[T]) -> T:
+        """Adds the gradients of calls; those of other samples, refused, come behind."""
+        by_size: dict[int, T] = {}
+        for g in grads:
+            by_size[len(g)] = by_size[len(g)] + g if len(g) in by_size else g
+        mean = self.loss_reduction == "mean"
+        rows = [g * size if mean else g for size, g in by_size.items()]
+        return torch.cat(rows) if len(rows) > 1 else rows[0]
