@@ -25,13 +25,11 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from opacus_ext.grad_sample.core.groups import READING
+from opacus_ext.grad_sample.core.reads import Reads, tensors_in
 from opacus_ext.grad_sample.core.values import are_same, have_same_bits
 from opacus_ext.grad_sample.core.vmap import is_batched
-from opacus_ext.grad_sample.rules import HANDLERS
 
 T = torch.Tensor
 
@@ -460,19 +458,18 @@ class Notes:
         return found
 
 
-class AloneSample(TorchFunctionMode):
+class AloneSample(Reads):
     """
     Tracks which tensors are made of data while a sample runs alone: all, except those
     that the model holds and those computed from these.
 
     Attributes:
-        read_data: True if the code has read a value of the data
         written: addresses of memory without data before, to which data was written
     """
 
     def __init__(self, state: State):
         super().__init__()
-        self.read_data, self.notes = False, Notes(state)
+        self.notes = Notes(state)
         self._state, self._made = state, TensorSet()
         self.written: set[int] = set()
 
@@ -481,14 +478,9 @@ class AloneSample(TorchFunctionMode):
         free = self._state.holds(x) or x in self._made
         return not free or bool(self.written) and memory(x) in self.written
 
-    def agree(self, x: T) -> T:
-        """Notes that the code reads a value."""
-        self.read_data = self.read_data or isinstance(x, T) and self.is_data(x)
-        return x
-
     def call(self, func: Callable, *args: Any, **kwargs: Any) -> Any:
         """Calls a function, and tracks which tensors are made of data."""
-        given = list(_tensors((*args, *kwargs.values())))
+        given = list(tensors_in((*args, *kwargs.values())))
         into = [(x, x._version) for x in given if not self.is_data(x)]
         found = func(*args, **kwargs)
         if any(map(self.is_data, given)):
@@ -502,10 +494,11 @@ class AloneSample(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable, types: Any, args: tuple = (), kwargs: Any = None
     ) -> Any:
-        handler = HANDLERS.get(func)
-        run = partial(handler, self, func) if handler in READING else None
-        run = partial(run or partial(self.call, func), *args, **(kwargs or {}))
-        return self.notes.call(func, args, run)
+        run = partial(super().__torch_function__, func, types, args, kwargs)
+        told = self._ops.told
+        found = self.notes.call(func, args, run)
+        self._ops.told = told  # notes compare tensors
+        return found
 
 
 @functools.lru_cache(1024)
@@ -515,11 +508,3 @@ def _writes(func: Callable) -> bool:
     # Setting ``p.data`` changes the address, unless it is the same memory.
     is_set = name == "__set__" and func != _SET_DATA
     return in_place or name == "__setitem__" or is_set
-
-
-def _tensors(values: Iterable) -> Iterator[T]:
-    for x in values:
-        if isinstance(x, T):
-            yield x
-        elif isinstance(x, (list, tuple)):
-            yield from _tensors(x)
