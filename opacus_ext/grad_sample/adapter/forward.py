@@ -29,6 +29,7 @@ from opacus_ext.grad_sample.adapter.outputs import (
 from opacus_ext.grad_sample.adapter.passes import Doubt
 from opacus_ext.grad_sample.adapter.state import AloneSample, holds_data
 from opacus_ext.grad_sample.core.clip import DenseGrads
+from opacus_ext.grad_sample.core.generators import HeldGenerators
 from opacus_ext.grad_sample.core.gradients import (
     gradients_alone,
     graph_of,
@@ -211,10 +212,12 @@ class ForwardRecord:
         """Restores the state that the first group of samples has seen."""
         if not self._count:
             alone = self.model.one_by_one or self.model.vmap_fails
-            self._followed = self.total is None or not alone
+            self._generators = HeldGenerators(self.model.state.modules)
+            self._followed = self.total is None or not alone or bool(self._generators)
             self.model.state.remember(parameters=not self._followed)
         elif not self._clean:
             self._restore()
+        self._generators.restore()
         self._count += 1
         self._clean = False
 
@@ -291,11 +294,15 @@ class ForwardRecord:
             follow = not self._clean
             if follow:
                 self._restore()
+                self._generators.restore()
         if follow:
             with mode:
                 output = call()
             written = mode.written | mode.notes.written
             self._check_state(mode.read_data, mode.is_data, written, True)
+        name = self._generators.differs(mode.read_data)
+        if name is not None:
+            raise self._changes(name, "by what samples hold, and ")
 
         def read(x: Any) -> Leaf:
             made = isinstance(x, T) and x.requires_grad and not x.is_leaf

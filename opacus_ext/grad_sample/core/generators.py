@@ -1,0 +1,99 @@
+"""Generators of random numbers, of which no sample's numbers may tell its place.
+
+Samples that run together draw from torch's own generators, each its own part of what
+they give. Only if these go on from draw to draw are the numbers fresh. If code sets a
+seed or a state in between, they depend on the place of a sample in the batch, and so on
+the other samples. Then samples run one by one: each sets the seed anew.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Callable, Iterable
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.nn import init
+
+T = torch.Tensor
+
+_NAMES = (
+    *("rand", "rand_like", "randn", "randn_like", "randint", "randint_like"),
+    *("randperm", "normal", "bernoulli", "multinomial", "poisson", "binomial"),
+    *("bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_"),
+    *("normal_", "random_", "uniform_", "kaiming_uniform_", "kaiming_normal_"),
+    *("dropout", "dropout_", "dropout1d", "dropout2d", "dropout3d", "native_dropout"),
+    *("alpha_dropout", "alpha_dropout_", "feature_dropout", "feature_dropout_"),
+    *("feature_alpha_dropout", "feature_alpha_dropout_", "rrelu", "rrelu_"),
+    *("gumbel_softmax", "scaled_dot_product_attention", "_standard_gamma"),
+    *("multi_head_attention_forward", "_sample_dirichlet", "fractional_max_pool2d"),
+    *("fractional_max_pool3d", "lstm", "gru", "rnn_tanh", "rnn_relu"),
+    *("fractional_max_pool2d_with_indices", "fractional_max_pool3d_with_indices"),
+)
+#: Functions that may draw random numbers. Those of others seem to be set seeds.
+DRAWS: set[Callable] = {
+    getattr(place, name)
+    for place in (torch, T, F, init)
+    for name in _NAMES
+    if hasattr(place, name)
+}
+
+
+def random_state() -> tuple:
+    """Returns a key of the states of torch's own generators."""
+    state: tuple = (torch.default_generator.get_state().numpy().tobytes(),)
+    if torch.cuda.is_initialized():  # whose state is on the host, too
+        given = torch.cuda.default_generators
+        state += tuple((g.initial_seed(), g.get_offset()) for g in given)
+    return state
+
+
+def is_own(generator: Any) -> bool:
+    """Returns True for a generator that is none of torch's."""
+    if generator is None or generator is torch.default_generator:
+        return False
+    return not any(generator is g for g in torch.cuda.default_generators)
+
+
+class HeldGenerators:
+    """
+    The generators that modules hold. They are a state of the model: each sample begins
+    with that of the batch's first, and all must leave the same. So does torch's own if
+    a forward gives it another seed.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module]):
+        held = [(name, x) for m in modules for name, x in vars(m).items()]
+        self._held = {id(x): (name, x) for name, x in held if _is_generator(x)}
+        self._before, self._after = self._states(), list[T]()
+        self._seed, self._state = torch.initial_seed(), torch.get_rng_state()
+
+    def restore(self) -> None:
+        """Begins a sample."""
+        for (_, generator), state in zip(self._held.values(), self._before):
+            generator.set_state(state)
+        if torch.initial_seed() != self._seed:
+            torch.set_rng_state(self._state)
+
+    def __bool__(self) -> bool:
+        return bool(self._held)
+
+    def differs(self, read_data: bool) -> str | None:
+        """
+        Ends a sample; returns the name of a generator that another sample has left in
+        another state, or that has changed in a forward that has read data.
+        """
+        states = self._states()
+        self._after = self._after or states
+        others = self._before if read_data else self._after
+        for (name, _), x, y in zip(self._held.values(), states, others):
+            if not torch.equal(x, y):
+                return name
+        return None
+
+    def _states(self) -> list[T]:
+        return [generator.get_state() for _, generator in self._held.values()]
+
+
+def _is_generator(x: Any) -> bool:
+    return isinstance(x, torch.Generator) and is_own(x)
