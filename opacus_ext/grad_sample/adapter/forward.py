@@ -153,7 +153,7 @@ class ForwardRecord:
         self.model.initialized, state = True, self.model.state
         if not state.has_objects:
             return
-        mode, self.model.running = AloneSample(state), True
+        mode, self.model.running = AloneSample(state, sees_ops=True), True
         state.remember()
         try:
             with suppress(Exception), torch.no_grad(), warnings.catch_warnings():
@@ -212,8 +212,8 @@ class ForwardRecord:
         """Restores the state that the first group of samples has seen."""
         if not self._count:
             alone = self.model.one_by_one or self.model.vmap_fails
+            self._followed = self.total is None or not alone
             self._generators = HeldGenerators(self.model.state.modules)
-            self._followed = self.total is None or not alone or bool(self._generators)
             self.model.state.remember(parameters=not self._followed)
         elif not self._clean:
             self._restore()
@@ -286,16 +286,17 @@ class ForwardRecord:
             with self._eagerly():
                 return self.call(samples.tree(lambda x: next(given)))
 
-        # Ops are followed if outputs or changed state may be made of data.
-        mode, follow = AloneSample(self.model.state), self._followed
-        if not follow:
+        # Ops are followed if outputs may be made of data, and all that they run if a
+        # changed state may be.
+        mode, state = AloneSample(self.model.state), self.model.state
+        with mode if self._followed else nullcontext():
             output = call()
-            self._clean = not self.model.state.changes()
-            follow = not self._clean
-            if follow:
-                self._restore()
-                self._generators.restore()
-        if follow:
+        changed = bool(state.changes(mode.written | mode.notes.written))
+        changed = self._generators.changed() or changed
+        if changed:
+            self._restore()
+            self._generators.restore()
+            mode = AloneSample(state, sees_ops=True)
             with mode:
                 output = call()
             written = mode.written | mode.notes.written
@@ -303,6 +304,7 @@ class ForwardRecord:
         name = self._generators.differs(mode.read_data)
         if name is not None:
             raise self._changes(name, "by what samples hold, and ")
+        self._clean, follow = not changed, self._followed or changed
 
         def read(x: Any) -> Leaf:
             made = isinstance(x, T) and x.requires_grad and not x.is_leaf

@@ -467,8 +467,8 @@ class AloneSample(Reads):
         written: addresses of memory without data before, to which data was written
     """
 
-    def __init__(self, state: State):
-        super().__init__()
+    def __init__(self, state: State, sees_ops: bool = False):
+        super().__init__(sees_ops)
         self.notes = Notes(state)
         self._state, self._made = state, TensorSet()
         self.written: set[int] = set()

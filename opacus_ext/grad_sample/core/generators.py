@@ -75,8 +75,10 @@ class HeldGenerators:
         if torch.initial_seed() != self._seed:
             torch.set_rng_state(self._state)
 
-    def __bool__(self) -> bool:
-        return bool(self._held)
+    def changed(self) -> bool:
+        """Returns True if a sample has drawn from one."""
+        pairs = zip(self._states(), self._before)
+        return not all(torch.equal(x, y) for x, y in pairs)
 
     def differs(self, read_data: bool) -> str | None:
         """

@@ -43,19 +43,25 @@ class Reads(TorchFunctionMode):
     """
     Code of a sample that runs alone, and whether it was told a number of the data.
     Subclasses may tell which tensors are made of data: here all.
+
+    Args:
+        sees_ops: True to see the ops that torch runs, too, which takes as long again;
+            if False, some sizes that data make are not seen
     """
 
-    def __init__(self) -> None:
+    def __init__(self, sees_ops: bool = True):
         super().__init__()
-        self._ops, self._was_told = _Ops(), False
+        self._sees_ops, self._ops, self._was_told = sees_ops, _Ops(), False
 
     def __enter__(self) -> Any:
-        self._ops.__enter__()
+        if self._sees_ops:
+            self._ops.__enter__()
         return super().__enter__()
 
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)
-        self._ops.__exit__(*exception)
+        if self._sees_ops:
+            self._ops.__exit__(*exception)
 
     @property
     def read_data(self) -> bool:
