@@ -6,6 +6,8 @@ each sample alone through plain autograd.
 
 import contextlib
 import copy
+import ctypes
+import io
 import itertools
 import pickle
 from typing import Any
@@ -14,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 from torch.nn.utils import parametrizations, parametrize
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
@@ -229,6 +232,13 @@ def two_and_two():
     return [torch.cat([x[:2].abs(), -x[2:].abs()])]
 
 
+def no_zeros(m, h, x):
+    """Runs on no sample of zeros, nor of ones; sets a flag, and counts."""
+    assert x.std() > 0
+    m.flag, m.scale = True, m.scale + bool(x.std() > 0)
+    return m.two(h)
+
+
 STATE["flag of two and two"] = Case(model(by_branch), two_and_two(), "changes flag")
 
 
@@ -239,7 +249,89 @@ def counts(m, h, x):
     return m.two(h)
 
 
-STAYS = {"what no data makes": Case(model(counts), X)}
+def counts_alone(m, h, x):
+    """Shapes, types and numbers that no data make, of samples that run one by one."""
+    m.scale += 1 + h.dim() + len(h) + h.numel() + h.stride(0) + h.is_contiguous()
+    m.kept += [tuple(h.shape), h.dtype, h.device, h.is_floating_point()]
+    m.longest = float(m.frozen.sum()) + h.size(1) + h[:, torch.arange(2)].shape[1]
+    return m.two(Opaque.apply(h) + x.new_zeros(x.shape))
+
+
+STAYS = {
+    "what no data makes": Case(model(counts), X),
+    "of samples alone": Case(model(counts_alone), X),
+    "what zeros can't tell": Case(model(no_zeros), rows(4, 3, 4)),
+}
+
+
+def whole(h):
+    return (4 * h.abs()).long()
+
+
+def longest(h):
+    return whole(h).amax((1, 2)).clamp(1, 4)
+
+
+def saved(h):
+    torch.save(h, file := io.BytesIO())
+    return sum(file.getvalue())
+
+
+def by_address(h):
+    kind = ctypes.POINTER(ctypes.c_double)
+    return ctypes.cast(h.contiguous().data_ptr(), kind)[0]
+
+
+# Ways to a number of the data, or to a shape that data make.
+TELLS = {
+    "asarray": lambda h: float(np.asarray(h).sum()),
+    "from_dlpack": lambda h: float(np.from_dlpack(h).sum()),
+    "storage": lambda h: sum(h.contiguous().untyped_storage()),
+    "address": by_address,
+    "tolist": lambda h: sum(h.flatten().tolist()),
+    "pickle": lambda h: sum(pickle.dumps(h)),
+    "save": saved,
+    "copy": lambda h: float(copy.deepcopy(h).sum()),
+    "repr": lambda h: sum(map(ord, repr(h))),
+    "range": lambda h: len(range(whole(h).sum())),
+    "a size": lambda h: len(torch.zeros(whole(h).sum())),
+    "expand": lambda h: h[:1, :1, :1].expand(1, longest(h).max(), 1).shape[1],
+    "repeat": lambda h: h[0, 0, :1].repeat(longest(h).max()).shape[0],
+    "one_hot": lambda h: F.one_hot(whole(h)).shape[-1],
+    "sparse": lambda h: (h > 0).to_sparse()._nnz(),
+    "of sparse": lambda h: (h > 0).to_sparse().indices().shape[1],
+    "packed": lambda h: len(
+        nn.utils.rnn.pack_padded_sequence(h, longest(h), batch_first=True).data
+    ),
+    "tensor_split": lambda h: len(h.flatten().tensor_split(longest(h))[0]),
+    "repeat_interleave": lambda h: len(whole(h).flatten().repeat_interleave(2).unique())
+    + len(torch.repeat_interleave(whole(h).flatten())),
+    "mask": lambda h: len(h[h > 0]),
+    "bincount": lambda h: len(whole(h).flatten().bincount()),
+}
+
+
+@pytest.mark.parametrize("name", TELLS)
+def test_numbers_of_the_data_that_are_kept(name):
+    """At once, split into single samples, and one by one."""
+
+    def then(m, h, x):
+        old, m.scale = m.scale, 2.0 + TELLS[name](h.detach())
+        return m.two(h * old)
+
+    for mode, size in (("ghost_bk", 3), ("ghost_bk", 1), ("scan", 2)):
+        private = make_private(Model(then).double(), mode, batch_size=size)
+        with pytest.raises(Refused, match="changes scale"):
+            private.step(rows(size)[0], square_loss)
+
+
+@pytest.mark.parametrize("mode", ["ghost_bk", "scan"])
+def test_counters_go_on(mode):
+    """Also where a sample of zeros can't tell that no data make them."""
+    private = make_private(Model(no_zeros).double(), mode, batch_size=4)
+    for x in rows(4, 3, 4):
+        private.step(x, square_loss)
+    assert private.module.scale == 4 and private.module.flag
 
 
 class Running(nn.Module):

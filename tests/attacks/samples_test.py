@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 from transformers import BatchEncoding
@@ -25,7 +26,7 @@ import opacus_ext
 from opacus_ext import GradSample, Refused, clipped_grads
 from opacus_ext.grad_sample.core.clip import DenseGrads
 from opacus_ext.grad_sample.core.values import set_apart
-from tests.adapter.common import EVERY_MODE
+from tests.adapter.common import EVERY_MODE, rows, steps
 from tests.common import (
     assert_same,
     clipped_sum,
@@ -662,6 +663,122 @@ def test_state_that_seems_equal(value):
     with pytest.raises(Refused, match="kept"):
         for _ in range(2):
             private.step(torch.ones(3, 4).double(), square_loss)
+
+
+# -- random numbers of a seed ----------------------------------------------------------
+
+
+def masked(h, generator=None):
+    return h * (torch.rand(h.shape, generator=generator, dtype=h.dtype) > 0.5) * 2
+
+
+def seeds(m, h):
+    torch.manual_seed(3)
+    return F.dropout(h, 0.5)
+
+
+def seeds_behind(m, h):
+    y = F.dropout(h, 0.5)
+    torch.manual_seed(3)
+    return y
+
+
+def seeds_in_a_fork(m, h):
+    with torch.random.fork_rng(devices=[]):
+        return seeds(m, h)
+
+
+def forks(m, h):
+    with torch.random.fork_rng(devices=[]):
+        return F.dropout(h, 0.5)
+
+
+def sets_a_state(m, h):
+    torch.set_rng_state(m.state)
+    return F.dropout(h, 0.5)
+
+
+def makes_a_generator(m, h):
+    return masked(h, torch.Generator().manual_seed(3))
+
+
+def draws_in_place(m, h):
+    generator = torch.Generator().manual_seed(3)
+    return h * torch.empty_like(h).bernoulli_(0.5, generator=generator)
+
+
+def holds_a_generator(m, h):
+    return masked(h, m.generator)
+
+
+def seeds_its_generator(m, h):
+    return masked(h, m.generator.manual_seed(3))
+
+
+def permutes(m, h):
+    torch.manual_seed(3)
+    return h[..., torch.randperm(h.shape[-1])]
+
+
+def of_kernel_of_torch(m, h):
+    torch.manual_seed(3)
+    return F.scaled_dot_product_attention(h, h, h, dropout_p=0.5)
+
+
+class Seeded(nn.Module):
+    """A model with a generator, of which a copy has its own."""
+
+    def __init__(self, then):
+        super().__init__()
+        self.then, self.one, self.two = then, nn.Linear(4, 4), nn.Linear(4, 2)
+        self.generator = torch.Generator().manual_seed(1)
+        self.state = torch.Generator().manual_seed(7).get_state()
+
+    def forward(self, x):
+        return self.two(self.then(self, self.one(x)))
+
+    def __deepcopy__(self, memo):
+        new = Seeded(self.then).to(self.one.weight.dtype)
+        new.load_state_dict(self.state_dict())
+        return new
+
+
+FIXED = (seeds, seeds_in_a_fork, sets_a_state, makes_a_generator, draws_in_place)
+FIXED += (seeds_its_generator, permutes, of_kernel_of_torch)
+SEEDED = (*FIXED, seeds_behind, forks, holds_a_generator)
+
+
+@pytest.mark.parametrize("then", SEEDED)
+def test_random_numbers_that_a_forward_seeds(then):
+    """They were those of a place in the batch: a record less moved all behind it."""
+    batch, model = 20 * torch.randn(9, 5, 4), Seeded(then)
+    for mode in ("hooks", "ghost_bk", "scan"):
+        sums = in_mode(model, batch, square_loss, mode)
+
+        def call(some):
+            torch.manual_seed(11)
+            return sums(some)
+
+        whole = call(batch)
+        assert distance(whole, call(batch[1:])) < C + 1e-3
+
+
+@pytest.mark.parametrize("then", FIXED)
+def test_random_numbers_are_those_of_a_sample_alone(then):
+    for mode in ("ghost_bk", "scan"):
+        steps(Seeded(then), rows(3, 1, d=4), mode)
+
+
+def test_a_generator_whose_state_data_decide():
+    """How often it was drawn from would be known to the next batch."""
+
+    def draws_by_data(m, h):
+        return masked(h, m.generator) if h.sum() > 0 else h
+
+    private = make_private(Seeded(draws_by_data), "scan", batch_size=4)
+    with pytest.raises(Refused, match="changes generator"):
+        for batch in torch.randn(3, 4, 5, 4):
+            private.step(batch, square_loss)
 
 
 # -- sums that fail, and gradients that others see -------------------------------------

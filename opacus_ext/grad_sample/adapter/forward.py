@@ -88,7 +88,8 @@ class ForwardRecord:
         self._count = 0  # number of groups so far
         self._alone = False  # True if the last sample has run alone
         self.read_data = False  # True if a group has read values of the data
-        self._outcome = Outcome()  # of samples that run alone
+        self._outcome = Outcome()  # of samples that run alone, or read data
+        self._ran_zeros = False  # True if they are compared with a sample of zeros
         self._shared = [
             (x, version(x))
             for some in inputs.samples
@@ -247,9 +248,11 @@ class ForwardRecord:
                 given = group.read, samples.rows, samples.size
                 returned = read_output(output, *given)
                 del sample, output
-                self._check_state(group)
+                changes = self._check_state(group)
         finally:
             self.read_data |= group.read_data
+        if self.read_data:
+            self._compare_state(changes)
         group.free_copies()
         program, outputs = None, returned.with_graph()
         if inside is not None and inside.program is not None:
@@ -318,36 +321,45 @@ class ForwardRecord:
             returned = returned._replace(leaves=leaves)
         self._returned.append(returned)
 
-    def _check_state(self, group: Any) -> None:
+    def _check_state(self, group: Any) -> list[Change]:
         """
-        Refuses changed state that is made of data, after samples that ran together.
-        Code of others may write data where no op is seen to write.
+        Refuses state that is made of data, after samples that ran together; returns
+        other changes. Code of others may write data where no op is seen to write.
         """
         compare = group.read_data or group.runs_others
         changes = self.model.state.changes(compare)
         for name, value, hidden in changes:
             if hidden or holds_data(value, is_batched):
                 raise self._changes(name, "by what samples hold, and ")
-        if self.read_data or group.read_data:
-            self._compare_state(changes)
+        return changes
 
     def _compare_state(self, changes: list[Change]) -> None:
         """
         Refuses changes that a number of the data may tell: those that other samples, or
-        one of zeros in the place of a single one, do not make.
+        one of zeros, do not make.
         """
         name = self._outcome.differs(changes)
-        if name is None and changes and self.size == 1:
-            name = self._outcome.differs(self._left_by_zeros())
+        if name is None and changes and not self._ran_zeros:
+            self._ran_zeros, zeros = True, self._left_by_zeros()
+            if zeros is not None:
+                name = self._outcome.differs(zeros)
+            elif self.size == 1:
+                name = changes[0].name
         if name is not None:
             raise self._changes(name, "by what samples hold, and ")
 
-    def _left_by_zeros(self) -> list[Change]:
-        """Returns what a sample of zeros changes."""
+    def _left_by_zeros(self) -> list[Change] | None:
+        """Returns what a sample of zeros changes; None if the code can't run it."""
+        bring_back = self.model.state.held_now()
         self._restore()
-        with suppress(Exception), torch.no_grad(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            self._of_zeros()
+        try:
+            with torch.no_grad(), warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                self._of_zeros()
+        except Exception:
+            self._restore()
+            bring_back()
+            return None
         return self.model.state.changes()
 
     def _changes(self, name: str, how: str) -> Refused:

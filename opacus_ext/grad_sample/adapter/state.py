@@ -13,7 +13,7 @@ import inspect
 from collections import deque
 from copy import deepcopy
 from operator import is_
-from typing import Any, Iterable, Iterator, Mapping, NamedTuple
+from typing import Any, Callable, Iterable, Iterator, Mapping, NamedTuple
 
 import torch
 from torch import nn
@@ -29,6 +29,7 @@ from opacus_ext.grad_sample.adapter.objects import (
     is_looked_into,
     put_back,
 )
+from opacus_ext.grad_sample.core.generators import is_own
 from opacus_ext.grad_sample.core.values import (
     compared_entries,
     have_same_bits,
@@ -43,6 +44,7 @@ _SKIPPED |= {"max_batch_len", "autograd_grad_sample_hooks", "_fabric"}
 _SKIPPED.add("_non_persistent_buffers_set")
 _HOOKS = {n for n, x in vars(nn.Module()).items() if "hook" in n and x == {}}
 _PARTS = {"_parameters", "_buffers", "_modules"} | _HOOKS
+_HELD = (T, nn.Module, torch.Generator)
 # Attributes that a class sets but does not read in training: here the last state of a
 # scan, for decoding. A class of the user names its own in ``transient``.
 _TRANSIENT = {"RecurrentGemmaRglru": ("recurrent_states",)}  # of transformers
@@ -85,6 +87,7 @@ class State:
         """Collects all modules, tensors and containers."""
         self.modules: list[nn.Module] = []
         self._tensors: dict[int, tuple[str, T]] = {}
+        self._generators: dict[str, torch.Generator] = {}
         places: list[_Place] = []
         todo, seen = deque([("", self.root)]), set[int]()
         while todo:
@@ -104,11 +107,13 @@ class State:
                     self._tensors.setdefault(id(value), (name, value))
                 elif isinstance(value, nn.Module):
                     todo.append((name, value))
+                elif isinstance(value, torch.Generator) and is_own(value):
+                    self._generators[name] = value
                 elif id(value) not in seen and is_looked_into(value):
                     seen.add(id(value))
                     places.append(_Place(name, value, False))
                     inside = _entries_in(places[-1])
-                    held += [(n, x) for n, x in inside if isinstance(x, (T, nn.Module))]
+                    held += [(n, x) for n, x in inside if isinstance(x, _HELD)]
             places += attributes
         self._transient = []
         for module in self.modules:
@@ -144,6 +149,8 @@ class State:
         if self._stale or self._has_replaced():
             self._collect()
         self._marks = {key: _mark(x) for key, (_, x) in self._tensors.items()}
+        self._random = [(n, g, g.get_state()) for n, g in self._generators.items()]
+        self._seed, self._numbers = torch.initial_seed(), torch.get_rng_state()
         self._copies: dict[int, T | None] = {}
         for _, x in self._tensors.values():
             if parameters or not isinstance(x, nn.Parameter):
@@ -169,11 +176,21 @@ class State:
                     continue
                 change = (_join(name, key), new) if is_named else (name, (key, new))
                 found.append(Change(*change))
+        for name, generator, state in self._random:
+            if not torch.equal(generator.get_state(), state):
+                found.append(Change(name, generator.get_state()))
         return found + [Change(name, x, h) for name, x, h in self._rewritten(compare)]
 
     def restore(self) -> str | None:
-        """Restores everything; returns the name of a value that it can't restore."""
+        """
+        Restores everything, and torch's random numbers if a seed was set; returns the
+        name of a value that it can't restore.
+        """
         self._forget_transient()
+        for _, generator, state in self._random:
+            generator.set_state(state)
+        if torch.initial_seed() != self._seed:
+            torch.set_rng_state(self._numbers)
         lost: str | None = None
         for (name, value, *_), _, old in self._replaced():
             if not put_back(value, old):
@@ -187,6 +204,23 @@ class State:
                     x.copy_(copy)
         self._marks = {key: _mark(x) for key, (_, x) in self._tensors.items()}
         return lost
+
+    def held_now(self) -> Callable[[], None]:
+        """Returns a function that brings the changes of now back after a restore."""
+        entries = [(place.value, dict(now)) for place, now, _ in self._replaced()]
+        tensors = [(x, x.detach().clone()) for _, x, _ in self._rewritten()]
+        numbers = [(g, g.get_state()) for g in self._generators.values()]
+
+        @torch.no_grad()
+        def bring_back() -> None:
+            for value, now in entries:
+                put_back(value, now)
+            for x, now in tensors:
+                x.copy_(now)
+            for generator, now in numbers:
+                generator.set_state(now)
+
+        return bring_back
 
     def _forget_transient(self) -> None:
         for attributes, names in self._transient:

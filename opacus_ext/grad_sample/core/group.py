@@ -18,6 +18,7 @@ import torch
 from torch.autograd.graph import get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
+from opacus_ext.grad_sample.core.generators import DRAWS, is_own, random_state
 from opacus_ext.grad_sample.core.gradients import (
     ParameterUse,
     ParameterValue,
@@ -73,6 +74,7 @@ class SampleGroup(TorchFunctionMode):
         self.level = Level(size)
         self.wrap = self.level.wrap
         self._packing = saved_tensor_hooks() if self.eager else None
+        self._random: tuple = ()  # state of torch's generators after the last draw
 
     # -- batched and shared tensors ----------------------------------------------------
 
@@ -121,15 +123,30 @@ class SampleGroup(TorchFunctionMode):
             raise NotAtOnce("activation checkpointing")
         if func is T.unflatten:
             func = torch.unflatten  # Dynamo does not trace super() in the method
-        handler = HANDLERS.get(func)
+        run = HANDLERS.get(func)
+        run = self.call if run is None else partial(run, self)
         try:
-            if handler is not None:
-                return handler(self, func, *args, **(kwargs or {}))
-            return self.call(func, *args, **(kwargs or {}))
+            if self.eager and kwargs and is_own(kwargs.get("generator")):
+                raise NotAtOnce("a generator other than torch's own")
+            if self.eager and func in DRAWS:
+                run = partial(self._draw, run)
+            return run(func, *args, **(kwargs or {}))
         except Exception as error:
             if self.signal is None:
                 self.signal = error
             raise
+
+    def _draw(self, run: Callable, *args: Any, **kwargs: Any) -> Any:
+        """Runs a function that may draw random numbers."""
+        self._check_random()
+        found = run(*args, **kwargs)
+        self._random = random_state()
+        return found
+
+    def _check_random(self) -> None:
+        """Raises if torch's generators do not go on from the last draw."""
+        if self.eager and self._random != random_state():
+            raise NotAtOnce("a seed that is set in the forward")
 
     def watch(self, code: Callable[[], Any]) -> Any:
         """
@@ -137,9 +154,12 @@ class SampleGroup(TorchFunctionMode):
         whatever the code did with it: another sample, or one alone, might have an
         answer.
         """
+        if self.eager:
+            self._random = random_state()
         try:
             with self:
                 found = code()
+            self._check_random()
         except Exception as error:
             if self.signal in (None, error):
                 self.signal = None
@@ -284,6 +304,7 @@ class SampleGroup(TorchFunctionMode):
             y = inner.inner(inner.watch(lambda: run(*wrapped)))
         self.uses += [x._replace(size=size, samples=samples) for x in inner.uses]
         self.read_data |= inner.read_data
+        self._random = inner._random
         return y
 
     def free_copies(self) -> None:

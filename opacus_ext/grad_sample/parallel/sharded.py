@@ -55,8 +55,8 @@ class ShardedForward(ForwardRecord):
                 state.restore()
         model.rounds.reset()
 
-    def _left_by_zeros(self) -> list[Change]:
-        return []  # the other processes would not take part
+    def _left_by_zeros(self) -> list[Change] | None:
+        return None  # the other processes would not take part
 
     def find_output_dim(self, name: str, shape: torch.Size) -> int | None:
         """See :class:`~adapter.forward.ForwardRecord`; other processes do not run."""

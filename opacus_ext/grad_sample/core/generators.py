@@ -1,0 +1,54 @@
+"""Generators of random numbers, of which no sample's numbers may tell its place.
+
+Samples that run together draw from torch's own generators, each its own part of what
+they give. Only if these go on from draw to draw are the numbers fresh. If code sets a
+seed or a state in between, they depend on the place of a sample in the batch, and so on
+the other samples. Then samples run one by one: each sets the seed anew.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Callable
+
+import torch
+from torch.nn import functional as F
+from torch.nn import init
+
+T = torch.Tensor
+
+_NAMES = (
+    *("rand", "rand_like", "randn", "randn_like", "randint", "randint_like"),
+    *("randperm", "normal", "bernoulli", "multinomial", "poisson", "binomial"),
+    *("bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_"),
+    *("normal_", "random_", "uniform_", "kaiming_uniform_", "kaiming_normal_"),
+    *("dropout", "dropout_", "dropout1d", "dropout2d", "dropout3d", "native_dropout"),
+    *("alpha_dropout", "alpha_dropout_", "feature_dropout", "feature_dropout_"),
+    *("feature_alpha_dropout", "feature_alpha_dropout_", "rrelu", "rrelu_"),
+    *("gumbel_softmax", "scaled_dot_product_attention", "_standard_gamma"),
+    *("multi_head_attention_forward", "_sample_dirichlet", "fractional_max_pool2d"),
+    *("fractional_max_pool3d", "lstm", "gru", "rnn_tanh", "rnn_relu"),
+    *("fractional_max_pool2d_with_indices", "fractional_max_pool3d_with_indices"),
+)
+#: Functions that may draw random numbers. Those of others seem to be set seeds.
+DRAWS: set[Callable] = {
+    getattr(place, name)
+    for place in (torch, T, F, init)
+    for name in _NAMES
+    if hasattr(place, name)
+}
+
+
+def random_state() -> tuple:
+    """Returns a key of the states of torch's own generators."""
+    state: tuple = (torch.default_generator.get_state().numpy().tobytes(),)
+    if torch.cuda.is_initialized():  # whose state is on the host, too
+        given = torch.cuda.default_generators
+        state += tuple((g.initial_seed(), g.get_offset()) for g in given)
+    return state
+
+
+def is_own(generator: Any) -> bool:
+    """Returns True for a generator that is none of torch's."""
+    if generator is None or generator is torch.default_generator:
+        return False
+    return not any(generator is g for g in torch.cuda.default_generators)
