@@ -70,6 +70,7 @@ def are_equal(new: Any, old: Any) -> bool:
 
 def put_back(value: Any, entries: dict) -> bool:
     """Restores the entries of an object; returns True if that worked."""
+    kind: Any = type(value)
     attributes = value if isinstance(value, (dict, set)) else _vars(value)
     if isinstance(value, type):
         for name in {**entries, **vars(value)}:
@@ -83,7 +84,7 @@ def put_back(value: Any, entries: dict) -> bool:
     elif isinstance(value, np.ndarray) and value.dtype != object:
         for shape, numbers in entries.items():
             value[...] = np.frombuffer(numbers, value.dtype).reshape(shape)
-    elif isinstance(attributes, (dict, set)) and not _slots(type(value)):
+    elif isinstance(attributes, (dict, set)) and not _slots(kind):
         attributes.clear()
         attributes.update(entries)
     return have_same_entries(entries_of(value), entries)
@@ -91,7 +92,7 @@ def put_back(value: Any, entries: dict) -> bool:
 
 def entries_of(value: Any) -> Mapping:
     """Returns the direct entries of a container, or the attributes of an object."""
-    kind = type(value)  # isinstance() may call a slow ``__getattribute__``
+    kind: Any = type(value)  # isinstance() may call a slow ``__getattribute__``
     if kind in _DICTS:
         return value
     if issubclass(kind, dict):  # whose methods may do anything

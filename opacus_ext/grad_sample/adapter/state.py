@@ -213,12 +213,12 @@ class State:
 
         @torch.no_grad()
         def bring_back() -> None:
-            for value, now in entries:
-                put_back(value, now)
-            for x, now in tensors:
-                x.copy_(now)
-            for generator, now in numbers:
-                generator.set_state(now)
+            for value, items in entries:
+                put_back(value, items)
+            for x, copy in tensors:
+                x.copy_(copy)
+            for generator, state in numbers:
+                generator.set_state(state)
 
         return bring_back
 
