@@ -325,6 +325,23 @@ def test_numbers_of_the_data_that_are_kept(name):
             private.step(rows(size)[0], square_loss)
 
 
+class Remembers(Net):
+    """Says in which line."""
+
+    def forward(self, x):
+        y = self.layer(x)
+        self.last = y.detach().mean()
+        return y
+
+
+@every_mode
+def test_the_line_that_keeps_data_is_named(mode):
+    private = private_model(mode, Remembers(None, layer=nn.Linear(D, D)))
+    said = r'changes last.*\("self.last = y.detach\(\).mean\(\)", line \d+ of .*silence_'
+    with pytest.raises(Refused, match=said):
+        loss_of(private, private.module(rows(4)[0])).backward()
+
+
 @pytest.mark.parametrize("mode", ["ghost_bk", "scan"])
 def test_counters_go_on(mode):
     """Also where a sample of zeros can't tell that no data make them."""
