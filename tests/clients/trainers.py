@@ -10,7 +10,7 @@ import tempfile
 import torch
 from transformers import TrainingArguments
 
-from tests.clients.weights import NOISE, llama, tokenizer, weights
+from tests.clients.weights import NOISE, llama, weights
 
 ROWS, LENGTH, BATCH = 16, 9, 4
 

@@ -3,7 +3,7 @@
 import torch
 
 # With the package the noise is drawn in another order, from the same distribution (see
-# tests/noise_test.py): without noise the gradients and the draws of samples are compared.
+# tests/noise_test.py): without noise, gradients and draws of samples are compared.
 NOISE = 0.0
 
 
