@@ -3,6 +3,7 @@
 # make test                                    run the tests
 # make test-thorough                           other modes, many models, notebooks: 7 minutes
 # make test-examples                           with timm, TRL, Lightning, diffusers: 2 minutes
+# make test-clients                           programs written for Opacus alone: 3 minutes
 # make fuzz                                    random models in random loops: 2 minutes
 # make mutations                               break a third of what can break: 1 minute
 # make docs                                    build the site of docs/ into site/, strictly
@@ -22,7 +23,7 @@ BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --no-compile -c constraints.txt
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: train test test-thorough test-examples fuzz mutations docs test-opacus upstream benchmark gpu benchmark-moe lint clean
+.PHONY: train test test-thorough test-examples test-clients fuzz mutations docs test-opacus upstream benchmark gpu benchmark-moe lint clean
 
 train: $(VENV)/.installed
 	$(BIN)/python -m examples.train $(if $(DATA),--data "$(DATA)") $(ARGS)
@@ -35,6 +36,9 @@ test-thorough: $(VENV)/.installed
 
 test-examples: $(VENV)/.installed-examples
 	$(VENV)/examples/bin/python -m pytest -n auto --maxprocesses 8 --dist worksteal -m "examples and not slow" $(ARGS)
+
+test-clients: $(VENV)/.installed-clients
+	$(VENV)/clients/bin/python -m pytest -n auto --maxprocesses 8 --dist worksteal -m clients tests/clients $(ARGS)
 
 # Two processes, of even and odd seeds from a new one; failures are kept in runs/.
 FUZZ_MINUTES ?= 2
@@ -107,4 +111,15 @@ $(VENV)/.installed-examples: $(VENV)/.installed
 	$(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" \
 	    > $$($(VENV)/examples/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/parent.pth
 	$(VENV)/examples/bin/python -m pip install --quiet --no-compile -c constraints.txt -e ".[test,examples]"
+	@touch $@
+
+# The programs without what they require: DPTrainer pins Opacus 1.5.4, mostlyai-engine
+# torchaudio, Safe-Synthesizer another huggingface-hub, and Flower a server of its own.
+CLIENTS := dptrainer flwr mostlyai-engine nemo-safe-synthesizer
+$(VENV)/.installed-clients: $(VENV)/.installed
+	$(PYTHON) -m venv $(VENV)/clients
+	$(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" \
+	    > $$($(VENV)/clients/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/parent.pth
+	$(VENV)/clients/bin/python -m pip install --quiet --no-compile -c constraints.txt -e ".[test,clients]"
+	$(VENV)/clients/bin/python -m pip install --quiet --no-compile --no-deps -c constraints.txt $(CLIENTS)
 	@touch $@
