@@ -279,6 +279,7 @@ class ForwardRecord:
         self._compare_state(state.changes())
 
         def read(x: Any) -> Leaf:
+            x = self.model.loss_in(x)
             if not isinstance(x, T) or x in self.model.names or state.holds(x):
                 return Leaf(x, False)
             return Leaf(x[None], True)
@@ -303,6 +304,7 @@ class ForwardRecord:
         output = self._of_zeros()  # what it leaves on modules is made without data
 
         def read(x: Any) -> Leaf:
+            x = self.model.loss_in(x)
             return Leaf(x[None][:0], True) if isinstance(x, T) else Leaf(x, False)
 
         self._returned.append(read_output(output, read, None, 0))

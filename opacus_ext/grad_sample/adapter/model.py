@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import warnings
+import weakref
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, Callable, ContextManager, Iterator, Sequence
 
 import torch
+from opacus.utils.fast_gradient_clipping_utils import DPTensorFastGradientClipping
 from torch import nn
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch.autograd.graph import saved_tensors_hooks
@@ -36,6 +38,7 @@ from opacus_ext.grad_sample.core.vmap import cache_kept, checkpoint_around, is_b
 from opacus_ext.refused import ProcessFailure, Refused, warn_once
 
 T = torch.Tensor
+_TOKENS = "num_items_in_batch"  # of models of transformers
 _GET_DATA = getattr(T.data, "__get__")
 _OF_OTHERS = OpOverload, OpOverloadPacket, HigherOrderOperator
 # The types of torch's own functions: checking for others, abstract, takes longer.
@@ -75,6 +78,7 @@ class ModelGroup(SampleGroup):
 
     def read(self, x: Any) -> Leaf:
         """Wraps a value that the samples returned."""
+        x = self.model.loss_in(x)
         own = isinstance(x, T) and is_batched(x)
         return Leaf(self.level.unwrap(x) if own else x, own)
 
@@ -258,7 +262,7 @@ class PrivateModel:
         try:
             with self.telling("forward pass"), self._kept():
                 self.check_hooks()
-                inputs = self.inputs.read(args, kwargs)
+                inputs = self.inputs.read(args, self._of_samples(kwargs))
                 record = self.record_type(self, inputs, forward)
                 if settings and self._can_compile(settings, inputs, module):
                     record.compiled = self._compiled_in(settings)
@@ -287,6 +291,29 @@ class PrivateModel:
             " Checkpoints inside its forward do.",
         )
         return saved_tensors_hooks(lambda x: x, lambda x: x)
+
+    def _of_samples(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Leaves out the number of tokens in the batch that the Trainer passes."""
+        if kwargs.get(_TOKENS) is None:
+            return kwargs
+        text = (
+            f"{self.describe()}: {_TOKENS} is a number of the batch, by which a sample "
+            "would change the losses of others. It is left out: the loss is the mean "
+            "over samples of what the model computes for each."
+        )
+        warn_once(self, _TOKENS, text)
+        return {**kwargs, _TOKENS: None}
+
+    def loss_in(self, x: Any) -> Any:
+        """
+        Returns the loss of a sample in what Opacus's criterion of ghost clipping makes,
+        where the model calls that by itself; other values as they are.
+        """
+        if not isinstance(x, DPTensorFastGradientClipping):
+            return x
+        if self.stepped_by() is None:
+            self.stepped_by = weakref.ref(x.optimizer)
+        return getattr(x.loss_per_sample, x.loss_reduction)()
 
     def _called(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if self._inside is None or not torch.is_grad_enabled():
