@@ -218,14 +218,26 @@ def test_grad_after_backward_is_the_clipped_sum(mode):
 
 
 @ghost_modes
-@pytest.mark.parametrize("bound", [1e-3, float("inf")])
-def test_gradients_changed_before_the_noise_are_refused(mode, bound):
-    """Such as clip_grad_norm_, which would clip the sum without its noise."""
+def test_gradients_written_before_the_noise(mode):
+    """By a Trainer that asks for their norm: a clip to infinity changes no number."""
+    model, other, ids = small(), small(), ids_of()
+    for found, bounds in ((model, [float("inf")]), (other, [])):
+        private = make_private(found, mode, batch_size=B, max_grad_norm=1.0)
+        private.backward(ids, token_loss)
+        for bound in bounds:
+            torch.nn.utils.clip_grad_norm_(found.parameters(), bound)
+        private.optimizer.step()
+    assert_same(snapshot(model), snapshot(other))
+
+
+@ghost_modes
+def test_gradients_changed_before_the_noise_are_refused(mode):
+    """Such as by clip_grad_norm_, which would clip the sum without its noise."""
     model, ids = small(), ids_of()
     before = snapshot(model)
     private = make_private(model, mode, batch_size=B, max_grad_norm=1.0)
     private.backward(ids, token_loss)
-    torch.nn.utils.clip_grad_norm_(model.parameters(), bound)
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
     with pytest.raises(RuntimeError, match="changed between backward"):
         private.optimizer.step()
     assert_same(snapshot(model), before)

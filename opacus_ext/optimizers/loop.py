@@ -5,10 +5,11 @@ how many records are drawn, where an epoch begins, and which steps are taken.
 
 from __future__ import annotations
 
+import functools
 import math
 import weakref
 from collections import deque
-from typing import Any, Callable, Iterator, List, Mapping, Optional, Sequence
+from typing import Any, Callable, Iterator, List, Mapping, Optional, Sequence, Set
 
 import numpy as np
 import torch
@@ -143,6 +144,12 @@ def _blank(value: Any) -> Any:
     return next((kind() for kind in kinds if isinstance(value, kind)), None)
 
 
+def _fields_of(dataset: Any) -> Set[Any]:
+    """Returns the keys of a record."""
+    record = dataset[0] if hasattr(dataset, "__getitem__") and len(dataset) else None
+    return {*record} if isinstance(record, Mapping) else set()
+
+
 def watch_loader(
     loader: DataLoader, optimizer: Any, inputs: InputReader, passes: Passes
 ) -> None:
@@ -167,6 +174,7 @@ def watch_loader(
     shared_out = _is_shared_out(loader, batches)
     # Sizes of the batches that may be at hand, as workers and loops draw ahead.
     sizes: deque[int] = deque(maxlen=4 + optimizer.ahead)
+    inputs.fields = functools.partial(_fields_of, loader.dataset)
     inputs.drawn = counter.sizes = deque(maxlen=4 + optimizer.ahead)
 
     def batches_of(self: Any, is_split: bool) -> Iterator[List[int]]:

@@ -17,6 +17,7 @@ from typing import (
     NamedTuple,
     NoReturn,
     Optional,
+    Sequence,
     Tuple,
     Type,
 )
@@ -512,6 +513,7 @@ class GhostDPOptimizer(ClippingOptimizer, DPOptimizerFastGradientClipping):
     # dtype
     _taken: Dict[Any, Tuple[torch.Tensor, int, torch.Tensor]] = {}
     _taken_norms: Optional[torch.Tensor] = None  # of the samples in them
+    _norms_of_sums: Sequence[torch.Tensor] = ()
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
@@ -538,6 +540,7 @@ class GhostDPOptimizer(ClippingOptimizer, DPOptimizerFastGradientClipping):
             own = grad if grad.dtype == total.dtype else total.detach()
             self._taken[p] = grad, grad._version, own
         self._taken_norms = norms
+        self._norms_of_sums = self._compute_norms_of_sums()
         self.ready = True
 
     def _check_gradients(self) -> None:
@@ -552,6 +555,7 @@ class GhostDPOptimizer(ClippingOptimizer, DPOptimizerFastGradientClipping):
                     "opacus_ext.losses.model_losses(model, batch)).backward()."
                 ),
             )
+        written = False
         for p in self.params:
             found = self._taken.get(p)
             if found is None:
@@ -563,13 +567,25 @@ class GhostDPOptimizer(ClippingOptimizer, DPOptimizerFastGradientClipping):
                     remedy="Call requires_grad_(True) before the forward pass.",
                 )
             grad, version, _ = found
-            if p.grad is not grad or grad._version != version:
+            written = written or grad._version != version
+            if p.grad is not grad or written and not self._are_same_sums():
                 raise Refused(
                     "The clipped gradients were changed between backward() and "
                     "step(), before the noise: by clip_grad_norm_, a gradient scaler "
                     "or the like.",
                     remedy="Leave that out; samples are clipped one by one already.",
                 )
+
+    def _compute_norms_of_sums(self) -> Sequence[torch.Tensor]:
+        sums = [local(grad) for grad, *_ in self._taken.values()]
+        return torch._foreach_norm(sums) if sums else []
+
+    def _are_same_sums(self) -> bool:
+        """
+        Returns True if what was written to the sums are the same numbers. Trainers clip
+        by an infinite norm, which multiplies by one.
+        """
+        return all(map(torch.equal, self._compute_norms_of_sums(), self._norms_of_sums))
 
     def accumulate(self) -> None:
         """

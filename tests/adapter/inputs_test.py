@@ -7,7 +7,7 @@ import pytest
 import torch
 from opacus.utils.batch_memory_manager import BatchMemoryManager
 from torch import nn
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, default_collate
 
 from opacus_ext import Refused
 from tests.common import (
@@ -196,6 +196,38 @@ class Loop:
         after, scale = self.model.state_dict(), 4
         found = {n: (before[n] - after[n]) * scale for n in before}
         assert_same(found, clipped_sum(grads, "flat", C), 1e-7)
+
+
+class Fields(Dataset):
+    """Records with two fields, which a batch of two has as well."""
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, i):
+        torch.manual_seed(i)
+        return dict(left=torch.randn(2).double(), right=torch.randn(2).double())
+
+
+class OfFields(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(4, 2)
+
+    def forward(self, columns):
+        return self.fc(torch.cat([columns["left"], columns["right"]], -1))
+
+
+@pytest.mark.parametrize("mode", ["hooks", "ghost_bk"])
+@pytest.mark.parametrize("own", [False, True])
+def test_as_many_fields_as_records(mode, own):
+    """Also with a collate function that takes the place of the loader's."""
+    given = dict(dataset=Fields(), batch_size=2, max_grad_norm=C)
+    private = make_private(OfFields().double(), mode, **given)
+    if own:
+        private.loader.collate_fn = default_collate
+    for batch in private.loader:
+        private.step(batch, lambda m, x: squares(m(x)))
 
 
 @pytest.mark.parametrize("mode", ["hooks", "ghost_bk", "scan"])

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any, Callable, ContextManager, NamedTuple, Sequence
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from opacus_ext.grad_sample.adapter.compiled import (
     CompiledGroup,
@@ -29,7 +30,7 @@ from opacus_ext.grad_sample.adapter.outputs import (
     combine_outputs,
     read_output,
 )
-from opacus_ext.grad_sample.adapter.passes import Doubt
+from opacus_ext.grad_sample.adapter.passes import Doubt, draw_of
 from opacus_ext.grad_sample.adapter.state import Change
 from opacus_ext.grad_sample.core.clip import DenseGrads
 from opacus_ext.grad_sample.core.gradients import (
@@ -376,10 +377,16 @@ class ForwardRecord:
 
     # -- backward ----------------------------------------------------------------------
 
+    def _is_drawn(self) -> bool:
+        """Returns True for a batch that is known to be one of the loader's."""
+        tensors = [x for x in tree_leaves(self.inputs.given) if isinstance(x, T)]
+        draws = [draw for x in tensors if (draw := draw_of(x)) is not None]
+        return any(draw.size == self.size for draw in draws)
+
     def mark_done(self) -> None:
         """Marks it as done; refuses a second backward pass."""
         most = self.model.inputs.most
-        if most is not None and self.size > most:
+        if most is not None and self.size > most and not self._is_drawn():
             reason = self.model.refused(
                 f"was called on {self.size} samples, and the loader drew at most "
                 f"{most} records: some would count several times.",

@@ -92,6 +92,8 @@ class InputReader:
         self.drawn: Sequence[int] = ()
         self.most: int | None = None
         self.ones = False
+        #: Gives the keys of the loader's records, if they have some.
+        self.fields: Callable[[], set[Any]] = set
         parameters = inspect.signature(module.forward).parameters.values()
         self._known = {p.name for p in parameters}
         self._named = [
@@ -319,8 +321,13 @@ class InputReader:
                 of_records = of_records and bool(self.drawn)
             elif tensors:
                 of_records = of_records or not outside
-            if of_records:
+            if of_records and not (tensors and self._are_fields(top, tensors)):
                 self._refuse_items(given, top)
+
+    def _are_fields(self, top: str, tensors: list[tuple[str, T]]) -> bool:
+        """Returns True for a dict with keys of the loader's records."""
+        fields = {f"{top}[{key!r}]" for key in self.fields()}
+        return {name for name, _ in tensors} <= fields
 
     def _dims(self, given: Given, size: int) -> list[int | None]:
         """Returns the batch dim of each tensor; None if all samples share it."""
