@@ -1,5 +1,7 @@
 """Losses that depend on other samples are found, named and refused."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch import nn
@@ -255,6 +257,22 @@ def test_mean_over_samples_is_trained_on():
     F.cross_entropy(logits, batch["labels"]).backward()
     for name, p in model.named_parameters():
         torch.testing.assert_close(got[name], p.grad_sample)
+
+
+@every_mode
+def test_the_number_of_tokens_in_a_batch_is_left_out(mode):
+    """transformers' Trainer passes it; it would divide by the tokens of others."""
+    batch, found = tokens(), []
+    for given in ({}, dict(num_items_in_batch=torch.tensor(77))):
+        torch.manual_seed(0)
+        model = mixtral()
+        private = make_private(model, mode, batch_size=4)
+        with pytest.warns(match="number of the batch") if given else nullcontext():
+            loss = private.module(**batch, **given).loss
+        loss.backward()
+        private.optimizer.step()
+        found.append([p.detach().clone() for p in model.parameters()])
+    assert all(map(torch.equal, *found))
 
 
 @every_mode
