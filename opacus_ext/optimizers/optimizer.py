@@ -13,6 +13,7 @@ from typing import (
     Any,
     Callable,
     Dict,
+    Iterable,
     List,
     NamedTuple,
     NoReturn,
@@ -494,7 +495,9 @@ def _refuse_others(optimizer: Optimizer, *args: Any) -> None:
     for private in _WITH_SUMS:
         own = optimizer is private.original_optimizer  # see watch_steps
         held = private._taken if private.ready and not own else {}
-        if held and any(p in held for g in optimizer.param_groups for p in g["params"]):
+        if held and any(
+            id(p) in held for g in optimizer.param_groups for p in g["params"]
+        ):
             raise Refused(
                 f"{type(optimizer).__name__}.step() on clipped gradients of a private "
                 "model, which have no noise yet.",
@@ -508,9 +511,9 @@ class GhostDPOptimizer(ClippingOptimizer, DPOptimizerFastGradientClipping):
     """Takes over ``p.grad``, the clipped sum that one backward pass has left."""
 
     ready = False  # whether p.grad holds a clipped sum that no step has used
-    # By parameter: p.grad, with its version, and the sum before it is rounded to the
-    # dtype
-    _taken: Dict[Any, Tuple[torch.Tensor, int, torch.Tensor]] = {}
+    # By the id of a parameter: it, p.grad with its version, and the sum before it is
+    # rounded to the dtype.
+    _taken: Dict[int, Tuple[Any, torch.Tensor, int, torch.Tensor]] = {}
     _taken_norms: Optional[torch.Tensor] = None  # of the samples in them
 
     def __init__(self, *args: Any, **kwargs: Any):
@@ -520,23 +523,23 @@ class GhostDPOptimizer(ClippingOptimizer, DPOptimizerFastGradientClipping):
 
     def set_clipped_sums(
         self,
-        sums: Dict[torch.nn.Parameter, torch.Tensor],
+        sums: Iterable[Tuple[torch.nn.Parameter, torch.Tensor]],
         norms: Optional[torch.Tensor],
     ) -> None:
         """
         Sets ``p.grad`` of each parameter to its clipped sum, for the next step.
 
         Args:
-            sums: by parameter
+            sums: each with its parameter
             norms: of the samples' gradients before clipping ``[B]``; None if no
                 process knows them
         """
         self._check_same_bound()
         self._taken = {}
-        for p, total in sums.items():
+        for p, total in sums:
             p.grad = grad = total.detach().to(p.dtype)
             own = grad if grad.dtype == total.dtype else total.detach()
-            self._taken[p] = grad, grad._version, own
+            self._taken[id(p)] = p, grad, grad._version, own
         self._taken_norms = norms
         self.ready = True
 
@@ -553,8 +556,8 @@ class GhostDPOptimizer(ClippingOptimizer, DPOptimizerFastGradientClipping):
                 ),
             )
         for p in self.params:
-            found = self._taken.get(p)
-            if found is None:
+            key = id(p)
+            if key not in self._taken:
                 name = self._name_of(p)
                 raise Refused(
                     f"{name} was frozen when the clipped gradients were computed, and "
@@ -562,7 +565,7 @@ class GhostDPOptimizer(ClippingOptimizer, DPOptimizerFastGradientClipping):
                     parameter=name,
                     remedy="Call requires_grad_(True) before the forward pass.",
                 )
-            grad, version, _ = found
+            _, grad, version, _ = self._taken[key]
             if p.grad is not grad or grad._version != version:
                 raise Refused(
                     "The clipped gradients were changed between backward() and "
@@ -582,7 +585,7 @@ class GhostDPOptimizer(ClippingOptimizer, DPOptimizerFastGradientClipping):
         self._check_gradients()
         taken, self._taken = self._taken, {}
         goes_on = self._check_skip_next_step(pop_next=False)
-        for p, (_, _, total) in taken.items():
+        for p, _, _, total in taken.values():
             p.grad = None
             if not p.requires_grad:  # frozen since: without noise it is not to be used
                 continue
