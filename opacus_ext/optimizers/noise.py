@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 import weakref
+from collections import defaultdict
 from typing import TYPE_CHECKING, Any, Dict, List, Mapping, Optional, Sequence, Set
 
 import torch
@@ -194,74 +195,76 @@ class NoisyOptimizer(Base):
         In a step it also divides by the batch size, but for secure mode: sums over
         processes must be of numbers on the grid.
         """
-        for p in self.params:
-            _check_processed_flag(p.summed_grad)
+        params = self.params
+        _check_processed_flag([p.summed_grad for p in params])
         if self.secure_mode and self.noise_multiplier:
             multiplier, bound = self.gradient_noise_multiplier, self.sensitivity
-            entries = sum(p.numel() for p in self.params)
+            entries = sum(p.numel() for p in params)
             std, grid = gaussian_grid(multiplier, bound, entries)
-            for p in self.params:
+            for p in params:
                 p.summed_grad.copy_(release(p.summed_grad, std, grid))
         else:
-            self._add_noise()
+            self._add_noise(params)
             self._divided = self._divides
         self._sum_over_processes()
-        for p in self.params:
+        for p in params:
             total = p.summed_grad
             total = total if total.shape == p.shape else total.view_as(p)
             p.grad = total.to(p.dtype)
-            _mark_as_processed(p.summed_grad)
+        _mark_as_processed([p.summed_grad for p in params])
 
     def _sum_over_processes(self) -> None:
         """Adds the sums of other processes to ``p.summed_grad``."""
 
-    def _add_noise(self) -> None:
+    def _add_noise(self, params: Sequence[Any]) -> None:
         multiplier = self.gradient_noise_multiplier
-        std, params = multiplier * self.sensitivity, self.params
+        std = multiplier * self.sensitivity
         divisor = self.divisor if self._divides else 1.0
-        given = (p for group in self.param_groups for p in group["params"])
-        places = {p: i for i, p in enumerate(given)}
         if self.correlated is not None:
-            self.correlated.begin(multiplier, [places[p] for p in params])
-        small: Dict[tuple, list] = {}
+            self.correlated.begin(multiplier, self._places_of(params))
+        small: Dict[tuple, List[tuple]] = defaultdict(list)
         undivided = []
         for p in params:
-            total, adds = local(p.summed_grad), self._adds_noise(p)
-            if not adds or total.numel() <= _SMALL:
+            total = local(p.summed_grad)
+            if not self._adds_noise(p):
                 undivided.append(total)
-            if not adds:
                 continue
             generator = self._generator_of(p)
             if total.numel() <= _SMALL:
-                kind = total.device, total.dtype, id(generator)
-                small.setdefault(kind, []).append(p)
+                undivided.append(total)
+                small[total.device, total.dtype, generator].append((p, total))
             else:  # in place: gradients and one noise tensor, as without privacy
-                own = [places[p]], total, total.shape, std / divisor, generator
+                own = [p], total, total.shape, std / divisor, generator
                 torch.add(self._row(*own), total, alpha=1 / divisor, out=total)
-        for members in small.values():
-            totals = [local(p.summed_grad) for p in members]
+        for (_, _, generator), pairs in small.items():
+            members, totals = zip(*pairs)
             sizes = [x.numel() for x in totals]
-            at, generator = [places[p] for p in members], self._generator_of(members[0])
-            noise = self._row(at, totals[0], (sum(sizes),), std, generator)
+            noise = self._row(members, totals[0], (sum(sizes),), std, generator)
             each = [x.view_as(y) for x, y in zip(noise.split(sizes), totals)]
             torch._foreach_add_(totals, each)
         divide(undivided, divisor)
         if self.correlated is not None:
             self.correlated.taken += 1
 
+    def _places_of(self, params: Sequence[torch.nn.Parameter]) -> List[int]:
+        """Returns the places of some parameters among those of all groups."""
+        given = (p for group in self.param_groups for p in group["params"])
+        places = {id(p): i for i, p in enumerate(given)}
+        return [places[id(p)] for p in params]
+
     def _row(
         self,
-        places: List[int],
+        params: Sequence[torch.nn.Parameter],
         like: torch.Tensor,
         shape: Sequence[int],
         std: float,
         generator: Optional[torch.Generator],
     ) -> torch.Tensor:
-        """This step's noise for the parameters at some places."""
+        """This step's noise for some parameters."""
         if self.correlated is None:
             return _normal(like, shape, std, generator)
         noise = _normal(like, shape, 1.0, generator)
-        row = self.correlated((self.rank, *places), noise)
+        row = self.correlated((self.rank, *self._places_of(params)), noise)
         return row.mul_(std).to(like.dtype)
 
     # -- checkpoints -------------------------------------------------------------------
@@ -321,9 +324,9 @@ def _normal(
 
 def divide(totals: Sequence[torch.Tensor], divisor: float) -> None:
     """Divides tensors in place, those of a device and dtype together."""
-    kinds: Dict[tuple, List[torch.Tensor]] = {}
+    kinds: Dict[tuple, List[torch.Tensor]] = defaultdict(list)
     for total in totals if divisor != 1 else ():
-        kinds.setdefault((total.device, total.dtype), []).append(total)
+        kinds[total.device, total.dtype].append(total)
     for same in kinds.values():
         torch._foreach_div_(same, divisor)
 

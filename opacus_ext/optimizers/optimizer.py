@@ -13,6 +13,7 @@ from typing import (
     Any,
     Callable,
     Dict,
+    Iterable,
     List,
     NamedTuple,
     NoReturn,
@@ -495,7 +496,9 @@ def _refuse_others(optimizer: Optimizer, *args: Any) -> None:
     for private in _WITH_SUMS:
         own = optimizer is private.original_optimizer  # see watch_steps
         held = private._taken if private.ready and not own else {}
-        if held and any(p in held for g in optimizer.param_groups for p in g["params"]):
+        if held and any(
+            id(p) in held for g in optimizer.param_groups for p in g["params"]
+        ):
             raise Refused(
                 f"{type(optimizer).__name__}.step() on clipped gradients of a private "
                 "model, which have no noise yet.",
@@ -509,9 +512,9 @@ class GhostDPOptimizer(ClippingOptimizer, DPOptimizerFastGradientClipping):
     """Takes over ``p.grad``, the clipped sum that one backward pass has left."""
 
     ready = False  # whether p.grad holds a clipped sum that no step has used
-    # By parameter: p.grad, with its version, and the sum before it is rounded to the
-    # dtype
-    _taken: Dict[Any, Tuple[torch.Tensor, int, torch.Tensor]] = {}
+    # By the id of a parameter: it, p.grad with its version, and the sum before it is
+    # rounded to the dtype.
+    _taken: Dict[int, Tuple[Any, torch.Tensor, int, torch.Tensor]] = {}
     _taken_norms: Optional[torch.Tensor] = None  # of the samples in them
     _norms_of_sums: Sequence[torch.Tensor] = ()
 
@@ -522,23 +525,23 @@ class GhostDPOptimizer(ClippingOptimizer, DPOptimizerFastGradientClipping):
 
     def set_clipped_sums(
         self,
-        sums: Dict[torch.nn.Parameter, torch.Tensor],
+        sums: Iterable[Tuple[torch.nn.Parameter, torch.Tensor]],
         norms: Optional[torch.Tensor],
     ) -> None:
         """
         Sets ``p.grad`` of each parameter to its clipped sum, for the next step.
 
         Args:
-            sums: by parameter
+            sums: each with its parameter
             norms: of the samples' gradients before clipping ``[B]``; None if no
                 process knows them
         """
         self._check_same_bound()
         self._taken = {}
-        for p, total in sums.items():
+        for p, total in sums:
             p.grad = grad = total.detach().to(p.dtype)
             own = grad if grad.dtype == total.dtype else total.detach()
-            self._taken[p] = grad, grad._version, own
+            self._taken[id(p)] = p, grad, grad._version, own
         self._taken_norms = norms
         self._norms_of_sums = self._compute_norms_of_sums()
         self.ready = True
@@ -555,10 +558,10 @@ class GhostDPOptimizer(ClippingOptimizer, DPOptimizerFastGradientClipping):
                     "opacus_ext.losses.model_losses(model, batch)).backward()."
                 ),
             )
-        written = False
+        replaced = written = False
         for p in self.params:
-            found = self._taken.get(p)
-            if found is None:
+            key = id(p)
+            if key not in self._taken:
                 name = self._name_of(p)
                 raise Refused(
                     f"{name} was frozen when the clipped gradients were computed, and "
@@ -566,18 +569,18 @@ class GhostDPOptimizer(ClippingOptimizer, DPOptimizerFastGradientClipping):
                     parameter=name,
                     remedy="Call requires_grad_(True) before the forward pass.",
                 )
-            grad, version, _ = found
+            _, grad, version, _ = self._taken[key]
             written = written or grad._version != version
-            if p.grad is not grad or written and not self._are_same_sums():
-                raise Refused(
-                    "The clipped gradients were changed between backward() and "
-                    "step(), before the noise: by clip_grad_norm_, a gradient scaler "
-                    "or the like.",
-                    remedy="Leave that out; samples are clipped one by one already.",
-                )
+            replaced = replaced or p.grad is not grad
+        if replaced or written and not self._are_same_sums():
+            raise Refused(
+                "The clipped gradients were changed between backward() and step(), "
+                "before the noise: by clip_grad_norm_, a gradient scaler or the like.",
+                remedy="Leave that out; samples are clipped one by one already.",
+            )
 
     def _compute_norms_of_sums(self) -> Sequence[torch.Tensor]:
-        sums = [local(grad) for grad, *_ in self._taken.values()]
+        sums = [local(grad) for _, grad, *_ in self._taken.values()]
         return torch._foreach_norm(sums) if sums else []
 
     def _are_same_sums(self) -> bool:
@@ -598,7 +601,7 @@ class GhostDPOptimizer(ClippingOptimizer, DPOptimizerFastGradientClipping):
         self._check_gradients()
         taken, self._taken = self._taken, {}
         goes_on = self._check_skip_next_step(pop_next=False)
-        for p, (_, _, total) in taken.items():
+        for p, _, _, total in taken.values():
             p.grad = None
             if not p.requires_grad:  # frozen since: without noise it is not to be used
                 continue

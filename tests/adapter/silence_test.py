@@ -169,6 +169,10 @@ def data(m, h):
     m.frozen.data = m.frozen.data + mean(h)
 
 
+def number_in_data(m, h):
+    m.frozen.data.fill_(h.mean().item())
+
+
 def of_class(m, h):
     type(m).total += float(h.mean())
 
@@ -240,6 +244,11 @@ def no_zeros(m, h, x):
 
 
 STATE["flag of two and two"] = Case(model(by_branch), two_and_two(), "changes flag")
+STATE["frozen of two alike"] = Case(
+    keeping(lambda m: m.frozen, number_in_data),
+    [x[:1].repeat(2, 1, 1) for x in rows(2, 2)],
+    "changes frozen",
+)
 
 
 def counts(m, h, x):

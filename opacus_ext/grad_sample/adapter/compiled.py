@@ -243,11 +243,9 @@ def _signature(returned: list[Any], group: TracedGroup) -> str:
 class _Group(TracedGroup):
     """The group of the first forward."""
 
-    def _is_constant(self, x: T) -> bool:
-        constant = super()._is_constant(x)
-        if constant and isinstance(x, nn.Parameter):
+    def check_constant(self, x: T) -> None:
+        if isinstance(x, nn.Parameter):
             raise NotAtOnce("a parameter that the model does not have")
-        return constant
 
 
 def padded(size: int) -> int:

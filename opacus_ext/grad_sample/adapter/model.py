@@ -11,7 +11,6 @@ from typing import Any, Callable, ContextManager, Iterator, Sequence
 import torch
 from opacus.utils.fast_gradient_clipping_utils import DPTensorFastGradientClipping
 from torch import nn
-from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils._pytree import tree_map_only
@@ -39,42 +38,23 @@ from opacus_ext.refused import ProcessFailure, Refused, warn_once
 
 T = torch.Tensor
 _TOKENS = "num_items_in_batch"  # of models of transformers
-_GET_DATA = getattr(T.data, "__get__")
-_OF_OTHERS = OpOverload, OpOverloadPacket, HigherOrderOperator
-# The types of torch's own functions: checking for others, abstract, takes longer.
-_PLAIN = {type(x) for x in (torch.add, T.add, T.__add__, torch.einsum)}
 
 
 class ModelGroup(SampleGroup):
     """
     Samples of a private model that run together.
-
-    Attributes:
-        runs_others: True if code of others got samples that are not batched: the vmap
-            rule of an op or an autograd function, or what may be one
     """
-
-    runs_others = False
 
     def __init__(self, model: PrivateModel, size: int):
         super().__init__(model.params.values(), size)
         self.model = model
         self.frees_parameters = model.frees_parameters
 
-    def __torch_function__(
-        self, func: Callable, types: Any, args: tuple = (), kwargs: Any = None
-    ) -> Any:
-        if type(func) not in _PLAIN and isinstance(func, _OF_OTHERS):
-            self.runs_others = True
-        elif func is _GET_DATA:
-            self.model.state.reach(args[0])
-        return super().__torch_function__(func, types, args, kwargs)
+    def check_constant(self, x: T) -> None:
+        self.model.check_leaf(x)
 
-    def _is_constant(self, x: T) -> bool:
-        constant = super()._is_constant(x)
-        if constant:
-            self.model.check_leaf(x)
-        return constant
+    def reach(self, x: T) -> None:
+        self.model.state.reach(x)
 
     def read(self, x: Any) -> Leaf:
         """Wraps a value that the samples returned."""

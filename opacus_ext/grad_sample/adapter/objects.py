@@ -10,6 +10,7 @@ import functools
 import inspect
 import re
 from collections import OrderedDict, deque
+from functools import partial
 from itertools import chain
 from operator import methodcaller
 from types import MappingProxyType
@@ -93,21 +94,34 @@ def put_back(value: Any, entries: dict) -> bool:
 def entries_of(value: Any) -> Mapping:
     """Returns the direct entries of a container, or the attributes of an object."""
     kind: Any = type(value)  # isinstance() may call a slow ``__getattribute__``
+    return _reader_of(kind)(value)
+
+
+@functools.cache
+def _reader_of(kind: Any) -> Callable[[Any], Mapping]:
+    """Returns what reads the entries of values of this type."""
     if kind in _DICTS:
-        return value
+        return lambda value: value
     if issubclass(kind, dict):  # whose methods may do anything
-        return dict(dict.items(value))
+        return lambda value: dict(dict.items(value))
     if issubclass(kind, _SEQUENCES):
-        return dict(enumerate(value))
+        return lambda value: dict(enumerate(value))
     if issubclass(kind, _SETS):
-        return dict.fromkeys(value)
-    if issubclass(kind, np.ndarray) and value.dtype == object:
-        return dict(enumerate(value.flat))
-    if issubclass(kind, (np.ndarray, bytearray)):
-        return {np.shape(value): bytes(value)}
-    if issubclass(kind, type):
-        return vars(value)
-    attributes, slots = _vars(value) or {}, _slots(kind)
+        return dict.fromkeys
+    if issubclass(kind, np.ndarray):
+        return _of_array
+    if issubclass(kind, bytearray):
+        return lambda value: {(len(value),): bytes(value)}
+    return vars if issubclass(kind, type) else partial(_of_object, _slots(kind))
+
+
+def _of_array(value: Any) -> dict:
+    plain = value.dtype != object
+    return {value.shape: bytes(value)} if plain else dict(enumerate(value.flat))
+
+
+def _of_object(slots: list[str], value: Any) -> dict[str, Any]:
+    attributes = _vars(value) or {}
     if not slots:
         return attributes
     return {**attributes, **{n: getattr(value, n) for n in slots if hasattr(value, n)}}

@@ -72,10 +72,12 @@ def read_output(
     if dataclasses.is_dataclass(output) and not isinstance(output, (type, dict)):
         fields = {f.name: getattr(output, f.name) for f in dataclasses.fields(output)}
         output = {_KIND: type(output), **fields}
-    leaves, spec = tree_flatten(output, is_leaf=_is_packed)
     try:
-        names = [f"output{keystr(path)}" for path, _ in flatten(output)[0]]
+        pairs, spec = flatten(output)
+        leaves = [x for _, x in pairs]
+        names = [f"output{keystr(path)}" for path, _ in pairs]
     except ValueError:  # a pytree class without names
+        leaves, spec = tree_flatten(output, is_leaf=_is_packed)
         names = [f"output, part {i}" for i in range(len(leaves))]
     return Returned(rows, size, [read(x) for x in leaves], names, spec)
 

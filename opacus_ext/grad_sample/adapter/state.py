@@ -241,7 +241,10 @@ class State:
     def _rewritten(self, compare: bool = True) -> Iterator[tuple[str, T, bool]]:
         """Yields changed tensors: name, tensor, and True if hidden."""
         for key, (name, x) in self._tensors.items():
-            mark, new, copy = self._marks[key], _mark(x), self._copies.get(key)
+            mark, new = self._marks[key], _mark(x)
+            if new == mark and key not in self._copies:
+                continue
+            copy = self._copies.get(key)
             # Adding and removing a parametrization sets a frozen parameter to itself.
             is_parameter, moved = isinstance(x, nn.Parameter), new[1] != mark[1]
             wrote = moved or new != mark and (not is_parameter or x.requires_grad)

@@ -52,6 +52,7 @@ class GroupNorms:
         self._places: list[int] = []  # parameters whose gradients are concatenated
         self._rows: T | None = None
         self._squares: dict[int, Squares] = {}
+        self._added: set[int] = set()  # ids of the parameters that were added
         # Parameters whose uses have one input: the last ones with it, and all.
         self._last: list[tuple[T, GradSample, T]] = []
         self._shared: dict[int, tuple[SharedRows, int]] = {}
@@ -64,6 +65,7 @@ class GroupNorms:
             self._add(p, sample)
 
     def _add(self, p: T, sample: GradSample) -> None:
+        self._added.add(id(p))
         term = None if self.per_parameter else SharedRows.term_of(sample)
         if term is None:
             self._square(p, sample)
@@ -109,8 +111,9 @@ class GroupNorms:
             self._concatenate_small()
         like, places = self.params[0], {*self._places}
         for i, p in enumerate(self.params):
-            if id(p) in samples and i not in places and not self._has(p):
-                self._add(p, samples[id(p)])
+            key = id(p)
+            if key in samples and key not in self._added and i not in places:
+                self._add(p, samples[key])
         if self._last:
             self._add_last()
         kind: Any = dict(dtype=self.dtype, device=like.device)
@@ -118,10 +121,11 @@ class GroupNorms:
         if self._rows is not None:
             found.append(Squares(square_sum(self._rows)))
         for i, p in enumerate(self.params):
+            key = id(p)
             if i in places:
                 continue
-            if id(p) in self._squares:
-                found.append(self._squares[id(p)])
+            if key in self._squares:
+                found.append(self._squares[key])
             elif self.per_parameter or not found:
                 found.append(Squares(torch.zeros(self.size, **kind)))
         squares = torch.stack([x.values for x in found]).clamp_(min=0)
@@ -156,17 +160,15 @@ class GroupNorms:
         """Returns the exact norms of some samples, given :meth:`wide` of each."""
         return ExactGroup(self, samples, wide)
 
-    def _has(self, p: T) -> bool:
-        """Returns True if a parameter's gradients were added."""
-        known = id(p) in self._squares or id(p) in self._shared
-        return known or any(p is x[0] for x in self._last)
-
     def _concatenate_small(self) -> None:
         """Concatenates small gradients that are materialized already."""
         rows, device = {}, self.params[0].device
         for i, p in enumerate(self.params):
-            sample = None if self._has(p) else self.samples.get(id(p))
-            if sample is not None and sample.numel <= SMALL:
+            key = id(p)
+            if key not in self.samples or key in self._added:
+                continue
+            sample = self.samples[key]
+            if sample.numel <= SMALL:
                 flat = sample.flat()
                 if flat is not None and flat.device == device:
                     rows[i] = flat.to(self.dtype)
@@ -199,18 +201,19 @@ class GroupNorms:
                 total = factors.to(self._rows) @ self._rows
             sizes = [self.params[i].numel() for i in self._places]
             small = dict(zip(self._places, total.split(sizes)))
-        found: dict[int, list[T]] = {}  # by the id of shared rows
+        found: dict[SharedRows, list[T]] = {}
         for i, p in enumerate(self.params):
+            key = id(p)
             if i in small:
                 yield small[i].view(p.shape)
-            elif id(p) in self._shared:
-                shared, place = self._shared[id(p)]
-                if id(shared) not in found:
-                    found[id(shared)] = shared.weighted_sums(factors.to(p.device))
-                yield found[id(shared)][place].view(p.shape)
-            elif id(p) in self.samples:
-                own = factors[i] if factors.dim() > 1 else factors
-                yield self.samples[id(p)].weighted_sum(own.to(p.device))
+            elif key in self._shared:
+                shared, place = self._shared[key]
+                if shared not in found:
+                    found[shared] = shared.weighted_sums(factors.to(p.device))
+                yield found[shared][place].view(p.shape)
+            elif key in self.samples:
+                own = factors[i] if factors.ndim > 1 else factors
+                yield self.samples[key].weighted_sum(own.to(p.device))
             else:
                 yield None
 
@@ -281,13 +284,15 @@ class Clipped(NamedTuple):
     exact: ExactGroup | None = None
     exact_factors: T | None = None
 
-    def join(self, sums: Iterable[T | None]) -> Iterator[T | None]:
+    def join(self, sums: Iterable[T | None]) -> Iterable[T | None]:
         """Adds what was computed anew to the sums of the other samples."""
         if self.exact is None or self.exact_factors is None:
-            yield from sums
-            return
-        for one, two in zip(sums, self.exact.weighted_sums(self.exact_factors)):
-            yield one if two is None else two if one is None else one + two.to(one)
+            return sums
+        return map(_sum, sums, self.exact.weighted_sums(self.exact_factors))
+
+
+def _sum(one: T | None, two: T | None) -> T | None:
+    return one if two is None else two if one is None else one + two.to(one)
 
 
 def _is_same(x: T, y: T) -> bool:
@@ -373,12 +378,14 @@ def sums_by_name(params: dict[str, T], found: Sequence[T | None]) -> dict[str, T
     Returns the sums by name, in float32 or wider: rounding to bfloat16 before the noise
     can exceed the sensitivity. None becomes zero.
     """
-
-    def of(p: T, x: T | None) -> T:
+    sums = {}
+    for (name, p), x in zip(params.items(), found):
         dtype = torch.promote_types(p.dtype, torch.float32)
-        return p.new_zeros(p.shape, dtype=dtype) if x is None else x.to(p.device, dtype)
-
-    return {name: of(p, x) for (name, p), x in zip(params.items(), found)}
+        if x is None:
+            sums[name] = p.new_zeros(p.shape, dtype=dtype)
+        else:
+            sums[name] = x.to(p.device, dtype)
+    return sums
 
 
 class Whole:
@@ -460,11 +467,11 @@ class ClippedSum:
     def add(self, rows: T | None, group: GroupNorms, samples: GradSamples) -> None:
         """Adds the gradients of a group."""
         self.reached |= bool(samples)
-        norms, params = group.finish(samples), {id(p): p for p in self.params}
+        norms = group.finish(samples)
 
         def exact(at: T) -> ExactGroup:
-            pairs = samples.items()
-            wide = {i: group.wide(params[i], x, at) for i, x in pairs if i in params}
+            params = [p for p in self.params if id(p) in samples]
+            wide = {id(p): group.wide(p, samples[id(p)], at) for p in params}
             return group.exact(at, wide)
 
         clipped = self._clip(rows, norms, exact)

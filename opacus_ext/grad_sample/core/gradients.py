@@ -9,6 +9,7 @@ a view are permuted and padded; other values are differentiated by autograd.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import (
@@ -44,7 +45,7 @@ class ParameterValue:
     """A parameter, a view of one, or what was computed from parameters without data."""
 
     def __init__(self, tensor: T):
-        self.tensor, self.shape = tensor, tensor.shape
+        self.tensor, self.shape, self.key = tensor, tensor.shape, id(tensor)
         self.version = tensor._version  # it may be changed in place later
         # The edge of the graph that leads to the parameters; None for a leaf.
         self.edge = None if tensor.is_leaf else get_gradient_edge(tensor)
@@ -78,16 +79,13 @@ class ParameterUse(NamedTuple):
 
     def of(self, backprops: T) -> list[tuple[ParameterValue, tuple[Factor, ...]]]:
         """Returns the factors of each value's per-sample gradients."""
-        given = (backprops, *self.data)
-        if self.samples is not None:  # the others are zero
-            given = tuple(
-                x.new_zeros(self.size, *x.shape[1:]).index_copy(0, self.samples, x)
-                for x in given
-            )
-        pairs = zip(given, (self.rows, *self.data_rows))
-        found = self.factors(
-            *(x.flatten(1, n) if n else x.unsqueeze(1) for x, n in pairs)
-        )
+        given = []
+        for x, rows in zip((backprops, *self.data), (self.rows, *self.data_rows)):
+            if self.samples is not None:  # the others are zero
+                zeros = x.new_zeros(self.size, *x.shape[1:])
+                x = zeros.index_copy(0, self.samples, x)
+            given.append(x.flatten(1, rows) if rows else x.unsqueeze(1))
+        found = self.factors(*given)
         return [(v, f) for v, f in zip(self.values, found) if v is not None]
 
 
@@ -119,17 +117,13 @@ class Collector:
         self._views: dict[int, View | None] = {}  # by the id of the value
         self._computed: dict[int, tuple[ParameterValue, GradSample]] = {}
         self._alike: dict[tuple, list[tuple[ParameterUse, T]]] = {}
-        self._left: dict[int, float] = {}  # pending uses of each parameter
-        self._of_value: dict[int, int] = {}  # pending uses of each other value
-        for value in (v for use in uses for v in use.values if v is not None):
-            i = id(value.tensor)
-            if i in self.params:
-                self._left[i] = self._left.get(i, 0) + 1
-                continue
-            self._of_value[id(value)] = self._of_value.get(id(value), 0) + 1
-            view = self._views[id(value)] = view_of(value, self.params)
-            for i in [id(view[0])] if view else map(id, value.leaves()):
-                self._left[i] = self._left.get(i, 0) + (1 if view else math.inf)
+        # Pending uses of each parameter, and of each other value.
+        self._left: dict[int, float] = defaultdict(int)
+        self._of_value: dict[int, int] = defaultdict(int)
+        for use in uses:
+            for value in use.values:
+                if value is not None:
+                    self._expect(value)
         # Small parameters with a single use.
         self._single = {
             i
@@ -137,27 +131,39 @@ class Collector:
             if bundles and count == 1 and size * self.params[i].numel() <= SMALL
         }
 
+    def _expect(self, value: ParameterValue) -> None:
+        """Counts one use of a value, and of the parameters that it is made of."""
+        if value.key in self.params:
+            self._left[value.key] += 1
+            return
+        self._of_value[id(value)] += 1
+        view = self._views[id(value)] = view_of(value, self.params)
+        for p in [view[0]] if view else value.leaves():
+            self._left[id(p)] += 1 if view else math.inf
+
     def add(self, use: ParameterUse, backprops: T) -> None:
         """Adds the gradient of a use's output."""
-        if any(x._version != n for x, n in zip(use.data, use.versions)):
-            raise Refused(  # as autograd does
-                "The input of a layer was changed in place after the layer was called, "
-                "but the gradient needs the original values.",
-                remedy="Compute out of place: y = 2 * x instead of x.mul_(2), "
-                "inplace=False.",
-            )
+        for x, version in zip(use.data, use.versions):
+            if x._version != version:
+                raise Refused(  # as autograd does
+                    "The input of a layer was changed in place after the layer was "
+                    "called, but the gradient needs the original values.",
+                    remedy="Compute out of place: y = 2 * x instead of x.mul_(2), "
+                    "inplace=False.",
+                )
         if (
             backprops.numel() <= SMALL
             and use.size is None
-            and all(v is None or id(v.tensor) in self._single for v in use.values)
+            and self._single.issuperset([v.key for v in use.values if v is not None])
         ):
             self._alike.setdefault(_kind(use, backprops), []).append((use, backprops))
             return
         size = self.size if use.size is None else use.size
         for value, factors in use.of(backprops):
-            factors = self._masked(factors)
+            if self.mask is not None:
+                factors = self._masked(self.mask, factors)
             p: T | None = value.tensor
-            if id(p) not in self.params:
+            if value.key not in self.params:
                 view = self._views[id(value)]
                 p = None
                 if view is not None and len(view[1]) in (0, len(factors)):
@@ -169,26 +175,28 @@ class Collector:
                 if self.frees and not self._of_value[id(value)]:
                     self._pull(*self._computed.pop(id(value)))
                 continue
-            self._sample(p, size).add(*factors)
-            self._left[id(p)] -= 1
-            if self.done is not None and not self._left[id(p)]:
-                self.done(p, self.found[id(p)])
+            sample, key = self._sample(p, size), id(p)
+            sample.add(*factors)
+            self._left[key] -= 1
+            if self.done is not None and not self._left[key]:
+                self.done(p, sample)
 
-    def _masked(self, factors: tuple[Factor, ...]) -> tuple[Factor, ...]:
+    def _masked(self, mask: T, factors: tuple[Factor, ...]) -> tuple[Factor, ...]:
         """
         Masks the rows that are summed to gradients: the compiler fuses only sums that
         read a tensor in common.
         """
         first = factors[0]
-        if self.mask is None or len(factors) > 1 or not isinstance(first, T):
+        if len(factors) > 1 or not isinstance(first, T):
             return factors
-        return (first * self.mask.to(first.device)[:, None, None],)
+        return (first * mask.to(first.device)[:, None, None],)
 
     def _sample(self, p: T, size: int) -> GradSample:
-        if id(p) not in self.found:
-            self.found[id(p)] = GradSample(p.shape, size)
-            self.found[id(p)].mask = self.mask
-        return self.found[id(p)]
+        key = id(p)
+        if key not in self.found:
+            self.found[key] = GradSample(p.shape, size)
+            self.found[key].mask = self.mask
+        return self.found[key]
 
     def finish(self) -> GradSamples:
         """Returns the gradients of all parameters that were used."""
@@ -312,8 +320,9 @@ def gradients_of_group(
 
     others, keep = [*params, *inputs], retain_graph or seen is not None
     found = _backward(outputs, grads, group.uses, add, others, retain_graph=keep)
-    if any(g is not None for g in found[: len(params)]):
-        raise NotAtOnce(UNSEEN)
+    for grad in found[: len(params)]:
+        if grad is not None:
+            raise NotAtOnce(UNSEEN)
     with torch.no_grad():
         return collector.finish(), found[len(params) :]
 

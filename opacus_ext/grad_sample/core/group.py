@@ -15,6 +15,8 @@ from functools import partial
 from typing import Any, Callable, ContextManager, Iterable, Sequence
 
 import torch
+from torch import nn
+from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch.autograd.graph import get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
@@ -37,6 +39,13 @@ from opacus_ext.grad_sample.rules import HANDLERS, RULES, NotAtOnce, Op
 from opacus_ext.refused import Refused
 
 T = torch.Tensor
+_OF_OTHERS = OpOverload, OpOverloadPacket, HigherOrderOperator
+# The types of torch's own functions: checking for others, abstract, takes longer.
+_PLAIN = {type(x) for x in (torch.add, T.add, T.__add__, torch.einsum)}
+_PLAIN.add(type(getattr(T.data, "__get__")))
+# The most frequent types of arguments: isinstance() takes longer.
+_TENSORS = {T, nn.Parameter}
+_NO_TENSORS = {int, float, bool, str, type(None), torch.dtype, torch.device}
 _unsafe_view = torch.ops.aten._unsafe_view.default
 
 
@@ -67,6 +76,9 @@ class SampleGroup(TorchFunctionMode):
         self.size = size
         self.uses: list[ParameterUse] = []
         self.read_data = False  # True if the code has read a value of the data
+        # True if code of others got samples that are not batched: the vmap rule of an
+        # op or an autograd function, or what may be one.
+        self.runs_others = False
         #: What an op has raised, as the code may catch it; see :meth:`watch`.
         self.signal: Exception | None = None
         self._values: dict[int, ParameterValue] = {}
@@ -101,17 +113,20 @@ class SampleGroup(TorchFunctionMode):
             answers = torch.unique(flat, dim=0, return_inverse=True)[1]
             raise BranchesDiffer(answers)
 
-    def is_shared(self, x: Any) -> bool:
+    def is_shared(self, x: T | None) -> bool:
         """Returns True if ``x`` is a parameter or computed from parameters alone."""
-        return isinstance(x, T) and x.requires_grad and not is_batched(x)
+        return x is not None and x.requires_grad and not is_batched(x)
 
     def find_shared(self, args: Iterable, found: list[T]) -> None:
         """Appends parameters, and values computed from them alone, to ``found``."""
         for x in args:
-            if isinstance(x, T):
+            kind = type(x)
+            if kind in _NO_TENSORS:
+                continue
+            if kind in _TENSORS or isinstance(x, T):
                 if x.requires_grad and not is_batched(x):
                     found.append(x)
-            elif type(x) in (list, tuple):
+            elif kind in (list, tuple):
                 self.find_shared(x, found)
 
     # -- ops ---------------------------------------------------------------------------
@@ -121,16 +136,18 @@ class SampleGroup(TorchFunctionMode):
     ) -> Any:
         if self.eager and saved_tensor_hooks() != self._packing:
             raise NotAtOnce("activation checkpointing")
+        if self.eager and type(func) not in _PLAIN and isinstance(func, _OF_OTHERS):
+            self.runs_others = True
         if func is T.unflatten:
             func = torch.unflatten  # Dynamo does not trace super() in the method
-        run = HANDLERS.get(func)
-        run = self.call if run is None else partial(run, self)
+        run = partial(HANDLERS[func], self) if func in HANDLERS else self.call
+        kwargs = kwargs or {}
         try:
-            if self.eager and kwargs and is_own(kwargs.get("generator")):
+            if self.eager and "generator" in kwargs and is_own(kwargs["generator"]):
                 raise NotAtOnce("a generator other than torch's own")
             if self.eager and func in DRAWS:
                 run = partial(self._draw, run)
-            return run(func, *args, **(kwargs or {}))
+            return run(func, *args, **kwargs)
         except Exception as error:
             if self.signal is None:
                 self.signal = error
@@ -182,9 +199,10 @@ class SampleGroup(TorchFunctionMode):
             self.find_shared(kwargs.values(), shared)
         if not shared or not torch.is_grad_enabled():
             return func(*args, **kwargs)
-        constants = {id(x): x.detach() for x in shared if self._is_constant(x)}
+        constants = [x for x in shared if self._is_constant(x)]
         if constants:
-            return call_with(constants, partial(self.call, func), args, kwargs)
+            swap = {id(x): x.detach() for x in constants}
+            return call_with(swap, partial(self.call, func), args, kwargs)
         for rule in RULES.get(func, ()):
             op = rule(*args, **kwargs)
             if op is not None and self._holds(op):
@@ -200,7 +218,7 @@ class SampleGroup(TorchFunctionMode):
             if not _any_batched((made,)):
                 return self.made(func, args, kwargs, made)
             # The op has drawn random numbers for each sample.
-        if self.eager and changes_in_place(func) and self.is_shared(args[0]):
+        if self.eager and changes_in_place(func) and shared[0] is args[0]:
             raise NotAtOnce("a value computed from parameters that data change")
         return call_with({id(x): self.copy(x) for x in shared}, func, args, kwargs)
 
@@ -209,33 +227,43 @@ class SampleGroup(TorchFunctionMode):
         return made
 
     def _holds(self, op: Op) -> bool:
-        params = [p for p in op.params if p is not None]
-        return (
-            self.is_shared(op.params[0])  # gradients of the others need no data
-            and not any(map(is_batched, params))
-            and not any(x.is_complex() for x in (*params, *op.data))
-            and not all(map(self.is_shared, op.data))
-        )
+        for p in op.params:
+            if p is not None and (is_batched(p) or p.dtype.is_complex):
+                return False
+        for x in op.data:
+            if x.dtype.is_complex:
+                return False
+        # If the first is not shared, the gradients of the others need no data.
+        return self.is_shared(op.params[0]) and not all(map(self.is_shared, op.data))
 
     def _is_constant(self, x: T) -> bool:
         """Returns True if it is a leaf that is not among the parameters."""
-        return x.is_leaf and id(x) not in self.params
+        if not x.is_leaf or id(x) in self.params:
+            return False
+        self.check_constant(x)
+        return True
+
+    def check_constant(self, x: T) -> None:
+        """Called with each leaf in use that is not among the parameters."""
+
+    def reach(self, x: T) -> None:
+        """Called with a tensor whose data may be written without a new version."""
 
     # -- uses --------------------------------------------------------------------------
 
     def value(self, x: T) -> ParameterValue:
         """Returns the record of a parameter, or of a value computed from some."""
-        found = self._values.get(id(x))
-        if found is None or found.version != x._version:
-            found = self._values[id(x)] = ParameterValue(x)
-        return found
+        key = id(x)
+        if key not in self._values or self._values[key].version != x._version:
+            self._values[key] = ParameterValue(x)
+        return self._values[key]
 
     def by_rule(self, func: Callable, op: Op, args: tuple, kwargs: dict) -> T | None:
         """
         Runs an op that has a rule, and records its uses of parameters. Returns None if
         its output is complex, as factors are real.
         """
-        values = tuple(self.value(p) if self.is_shared(p) else None for p in op.params)
+        values = [self.value(p) if self.is_shared(p) else None for p in op.params]
         data = [self.copy(x) if self.is_shared(x) else x for x in op.data]
         whole = op.whole if self.eager and any(map(is_batched, data)) else None
         if whole is None:
@@ -249,12 +277,12 @@ class SampleGroup(TorchFunctionMode):
             else:
                 params = zip(op.params, values)
                 y = whole([p if v is None else v.shared for p, v in params], *data)
-            if y.is_complex():
+            if y.dtype.is_complex:
                 return None
             first = 1 if self.eager else 0  # dims of samples
-            rows = tuple(x.dim() - first - n for x, n in zip(data, op.data_dims))
-            at = y.dim() - first - op.event_dims
-            return self.note(y, values, op.factors, at, data, rows)
+            rows = [x.ndim - first - n for x, n in zip(data, op.data_dims)]
+            at = y.ndim - first - op.event_dims
+            return self.note(y, tuple(values), op.factors, at, data, tuple(rows))
 
     def own(self, x: T | None) -> T | None:
         """Returns per-sample copies if ``x`` is made of parameters, else ``x``."""
@@ -278,14 +306,16 @@ class SampleGroup(TorchFunctionMode):
         Records a use of parameters, given by the first fields of ``ParameterUse``.
         Called outside; returns the output ``y [B, *rows, *event]`` at the vmap level.
         """
-        data = use[3]
         if not y.requires_grad:
             y.requires_grad_()
-        source = None if any(x.requires_grad for x in data) else get_gradient_edge(y)
+        ends, versions = True, []
+        for x in use[3]:
+            ends &= not x.requires_grad
+            versions.append(x._version)
+        source = get_gradient_edge(y) if ends else None
         y = _unsafe_view(y, y.shape)  # a node that in-place changes do not replace
         edge = get_gradient_edge(y)
-        versions = tuple(x._version for x in data)
-        given: Any = (*use, versions, edge, source)
+        given: Any = (*use, tuple(versions), edge, source)
         self.uses.append(ParameterUse(*given))
         return self.wrap(y)
 
@@ -304,6 +334,7 @@ class SampleGroup(TorchFunctionMode):
             y = inner.inner(inner.watch(lambda: run(*wrapped)))
         self.uses += [x._replace(size=size, samples=samples) for x in inner.uses]
         self.read_data |= inner.read_data
+        self.runs_others |= inner.runs_others
         self._random = inner._random
         return y
 

@@ -465,6 +465,13 @@ def moved_in_place(group: SampleGroup, func: Callable, *args: Any, **kw: Any) ->
 # -- handlers of autograd functions within the forward ---------------------------------
 
 
+@handles(getattr(T.data, "__get__"))
+def data_of(group: SampleGroup, func: Callable, x: T) -> T:
+    """Tells the group, as what is written there has no new version."""
+    group.reach(x)
+    return group.call(func, x)
+
+
 @handles(T.requires_grad.__get__)
 def requires_grad(group: SampleGroup, func: Callable, x: T) -> bool:
     """Reads the flag, which vmap hides."""

@@ -50,8 +50,8 @@ class TracedValue(ParameterValue):
     edge = None
 
     def __init__(self, tensor: T, recipes: dict[int, Recipe]):
-        self.tensor, self.shape, self.shared = tensor, tensor.shape, tensor.detach()
-        self.recipes = recipes
+        self.tensor, self.shape, self.key = tensor, tensor.shape, id(tensor)
+        self.shared, self.recipes = tensor.detach(), recipes
 
     def leaves(self) -> list[T]:
         todo, found = [self.tensor], {}

@@ -109,33 +109,33 @@ class OuterProducts(Term):
 
     Args:
         factors: each for one or more axes of the parameter, left to right
+
+    Attributes:
+        widths: the row sizes of the factors
     """
 
     def __init__(self, *factors: Factor):
         first = entries(factors[0])
-        if len(factors) == 1 and not isinstance(factors[0], OneHot):
+        if len(factors) == 1 and type(factors[0]) is not OneHot:
             first = upcast(first)
             self.flat = first.squeeze(1) if first.shape[1] == 1 else first.sum(1)
             first = self.flat.unsqueeze(1)
             factors = (first,)
-        self.dense: list[T] = [f for f in factors if isinstance(f, T)]
-        self.onehot = [f for f in factors if isinstance(f, OneHot)]
+        self.dense: list[T] = []
+        self.onehot: list[OneHot] = []
+        for f in factors:
+            if type(f) is OneHot:
+                self.onehot.append(f)
+            else:
+                self.dense.append(f)
         if not self.dense:  # each row counts as one
             self.dense = [torch.ones(*first.shape, 1, device=first.device)]
             factors = (*factors, *self.dense)
         self.factors = factors
+        self.widths = tuple([width_of(f) for f in factors])
         self.batch_size, self.length = first.shape[:2]
         self.device = first.device
-
-    @property
-    def widths(self) -> tuple[int, ...]:
-        """The row sizes of the factors."""
-        return tuple(map(width_of, self.factors))
-
-    @property
-    def dtype(self) -> torch.dtype:  # type: ignore[override]
-        """The dtype in which norms are accumulated."""
-        return dtype_of(*(f.dtype for f in self.dense))
+        self.dtype = dtype_of(*[f.dtype for f in self.dense])
 
     def materialize(self, dtype: torch.dtype, out: T | None = None) -> T:
         if self.onehot:
@@ -195,7 +195,7 @@ class OuterProducts(Term):
                 at = f
         factors: list[Factor] = []
         for f in self.factors:
-            if isinstance(f, OneHot):
+            if type(f) is OneHot:
                 factors.append(OneHot(f.index.reshape(1, -1), f.size))
                 continue
             rows = f.to(dtype)
@@ -293,7 +293,7 @@ def of_grams(terms: Sequence[OuterProducts]) -> float:
         return math.inf
     cost = 0.0
     for i, u in enumerate(terms):
-        widths = sum(f.shape[2] for f in u.dense)
+        widths = sum([f.shape[2] for f in u.dense])
         if by_segments(u):
             cost += u.length * (16 + widths)
         else:  # one triangle and the diagonal blocks
@@ -302,7 +302,7 @@ def of_grams(terms: Sequence[OuterProducts]) -> float:
             both = [
                 f.shape[2]
                 for f, g in zip(u.factors, v.factors)
-                if not isinstance(f, OneHot) and not isinstance(g, OneHot)
+                if type(f) is not OneHot and type(g) is not OneHot
             ]
             cost += u.length * v.length * (8 * len(u.factors) + sum(both))
     return cost
@@ -329,11 +329,11 @@ def worth_caching(terms: Sequence[OuterProducts], cache: int, cost: float) -> bo
         cache: bytes that are left
         cost: of the norm in the cheapest other way
     """
-    several = [len(t.dense) > 1 for t in terms]
-    if not any(several) or any(t.onehot and n for t, n in zip(terms, several)):
+    several = [t for t in terms if len(t.dense) > 1]
+    if not several or any([t.onehot for t in several]):
         return False
     numel = product(terms[0].widths)
-    size = terms[0].batch_size * numel * dtype_of(*(t.dtype for t in terms)).itemsize
+    size = terms[0].batch_size * numel * dtype_of(*[t.dtype for t in terms]).itemsize
     return size <= cache and 60 * numel <= cost
 
 
@@ -399,15 +399,8 @@ class GradSample:
             self._terms.append(term)
 
     def _check(self, factors: Sequence[Factor]) -> None:
-        shapes = [tuple(entries(f).shape) for f in factors]
-        dims = [2 if isinstance(f, OneHot) else 3 for f in factors]
-        if (
-            not factors
-            or [len(shape) for shape in shapes] != dims
-            or any(shape[:2] != shapes[0][:2] for shape in shapes)
-            or shapes[0][0] != self.batch_size
-            or product(map(width_of, factors)) != self.numel
-        ):
+        if not factors or not self._fits(factors):
+            shapes = [tuple(entries(f).shape) for f in factors]
             sizes = [f.size for f in factors if isinstance(f, OneHot)]
             raise Refused(
                 f"Factors of shapes {shapes}{f', one-hot sizes {sizes}' * bool(sizes)} "
@@ -416,6 +409,15 @@ class GradSample:
                 remedy="each must be [B, T, width], or an opacus_ext.OneHot with index "
                 "[B, T], one for each axis.",
             )
+
+    def _fits(self, factors: Sequence[Factor]) -> bool:
+        rows, numel = entries(factors[0]).shape[:2], 1
+        for f in factors:
+            shape = (*f.index.shape, f.size) if type(f) is OneHot else f.shape
+            if len(shape) != 3 or shape[:2] != rows:
+                return False
+            numel *= shape[2]
+        return rows[0] == self.batch_size and numel == self.numel
 
     def flat(self) -> T | None:
         """Returns ``[B, numel]`` if the gradients are materialized, else None."""
@@ -430,8 +432,9 @@ class GradSample:
                 out[samples, rows] = part.materialize()
             return out
         with full_precision(self._terms[0].device):
+            dtype = self._dtype
             for term in self._in_order():
-                out = term.materialize(self._dtype, out)
+                out = term.materialize(dtype, out)
         return out.reshape(self.batch_size, *self.shape)
 
     def weighted_sum(self, weights: T) -> T:
@@ -446,14 +449,18 @@ class GradSample:
                 total[rows] += part.weighted_sum(weights[samples])
             return total
         with full_precision(self._terms[0].device):
+            dtype = self._dtype
             for term in self._in_order():
-                total = term.weighted_sum(weights, self._dtype, total)
+                total = term.weighted_sum(weights, dtype, total)
         return total.reshape(self.shape)
 
     @property
     def sums_wide(self) -> bool:
         """True if rows are multiplied as bfloat16: weights should be bfloat16, too."""
-        return any(isinstance(t, OuterProducts) and t.sums_wide for t in self._terms)
+        for term in self._terms:
+            if isinstance(term, OuterProducts) and term.sums_wide:
+                return True
+        return False
 
     def squared_norm(self, cache: int = 0) -> T:
         """
@@ -483,7 +490,7 @@ class GradSample:
             return self._squares(cache)
 
     def _squares(self, cache: int) -> Squares:
-        if not all(isinstance(t, OuterProducts) for t in self._terms):
+        if not all([isinstance(t, OuterProducts) for t in self._terms]):
             if self.batch_size * self.numel * self._dtype.itemsize <= cache:
                 return self._cache(self)
             if not self._by_parts and len(self._terms) == 1:
@@ -545,7 +552,7 @@ class GradSample:
 
     @property
     def _dtype(self) -> torch.dtype:
-        return dtype_of(*(t.dtype for t in self._terms))
+        return dtype_of(*[t.dtype for t in self._terms])
 
     def _zeros(self, *shape: int) -> T:
         device = self._terms[0].device if self._terms else None
@@ -553,6 +560,8 @@ class GradSample:
 
     def _in_order(self) -> Sequence[Term]:
         """Returns terms, one-hot ones last: these only touch some entries."""
+        if len(self._terms) == 1:
+            return self._terms
         return sorted(self._terms, key=lambda t: len(t.onehot))
 
     def _cache(self, same: GradSample) -> Squares:
@@ -591,7 +600,10 @@ class GradSample:
     @property
     def _by_parts(self) -> bool:
         """True if all operations are done by parts; also if there are no terms."""
-        return not self._terms or any(t.sliced for t in self._terms)
+        for term in self._terms:
+            if term.sliced:
+                return True
+        return not self._terms
 
     def _slices(self) -> Iterator[tuple[slice, slice, GradSample]]:
         """Yields parts that fit into the workspace."""

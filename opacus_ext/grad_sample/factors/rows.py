@@ -6,11 +6,19 @@ of rows with the same place (places.py).
 
 from __future__ import annotations
 
-import functools
 import math
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any, Iterable, Iterator, NamedTuple, Sequence, Union
+from typing import (
+    Any,
+    ContextManager,
+    Iterable,
+    Iterator,
+    NamedTuple,
+    Sequence,
+    Union,
+    final,
+)
 
 import torch
 
@@ -20,6 +28,7 @@ T = torch.Tensor
 _workspace = 64 * 2**20
 
 
+@final
 class OneHot(NamedTuple):
     """Rows ``[B, T, size]`` that are one at ``index`` ``[B, T]`` and zero elsewhere."""
 
@@ -38,7 +47,7 @@ class Beside(NamedTuple):
 
 def entries(factor: Factor) -> T:
     """Returns ``[B, T, ...]``: the index of one-hot rows, or the dense rows."""
-    return factor.index if isinstance(factor, OneHot) else factor
+    return factor.index if type(factor) is OneHot else factor
 
 
 def cut(factor: Any, where: Any) -> Any:
@@ -59,7 +68,7 @@ def joined(factors: Sequence[Factor]) -> Factor:
 
 def width_of(factor: Factor) -> int:
     """Returns the size of a row."""
-    return factor.size if isinstance(factor, OneHot) else factor.shape[2]
+    return factor.size if type(factor) is OneHot else factor.shape[2]
 
 
 def upcast(x: T) -> T:
@@ -71,7 +80,8 @@ def dtype_of(*dtypes: torch.dtype) -> torch.dtype:
     """Returns the dtype in which norms are accumulated: float32 or wider."""
     found = torch.float32
     for dtype in dtypes:
-        found = torch.promote_types(found, dtype)
+        if dtype != found:
+            found = torch.promote_types(found, dtype)
     return found
 
 
@@ -214,9 +224,12 @@ class Squares(NamedTuple):
 
 def added(parts: Sequence[Squares]) -> Squares:
     """Adds the squares of different entries, or terms, of the same gradients."""
-    values = functools.reduce(torch.add, [x.values for x in parts])
-    bounds = [x.least for x in parts if x.least is not None]
-    return Squares(values, functools.reduce(torch.add, bounds) if bounds else None)
+    values, least = parts[0]
+    for part in parts[1:]:
+        values = values + part.values
+        if part.least is not None:
+            least = part.least if least is None else least + part.least
+    return Squares(values, least)
 
 
 def least_of_entries(size: T, dtype: torch.dtype) -> T:
@@ -230,14 +243,16 @@ def least_of_entries(size: T, dtype: torch.dtype) -> T:
 # -- products --------------------------------------------------------------------------
 
 # Devices that sum products of bfloat16 in float32: no product is rounded.
+_backends: Any = getattr(torch, "backends")
 _WIDE_SUMS = {"cuda"} if "dtype" in torch.ops.aten.bmm.overloads() else set()
 
 
 def sums_wide(*factors: T) -> bool:
     """Returns True for bfloat16 rows whose products the device sums in float32."""
-    return all(
-        f.dtype == torch.bfloat16 and f.device.type in _WIDE_SUMS for f in factors
-    )
+    for f in factors:
+        if f.dtype != torch.bfloat16 or f.device.type not in _WIDE_SUMS:
+            return False
+    return True
 
 
 def times(left: T, right: T, dtype: torch.dtype) -> T:
@@ -258,36 +273,40 @@ def tf32_settings(device: torch.device | None = None) -> list[tuple]:
     function that sets it, its value, and the value for full precision. Those of
     convolutions are among them if a CUDA device is given.
     """
-    backends: Any = getattr(torch, "backends")
-    cudnn, found = backends.cudnn, list[tuple[Any, Any, Any]]()
+    cudnn, found = _backends.cudnn, list[tuple[Any, Any, Any]]()
     try:
         before = torch.get_float32_matmul_precision()
-        found.append((torch.set_float32_matmul_precision, before, "highest"))
-        if device is not None and device.type == "cuda":
-            found.append(
-                (partial(setattr, cudnn, "allow_tf32"), cudnn.allow_tf32, False)
-            )
+        if before != "highest":
+            found.append((torch.set_float32_matmul_precision, before, "highest"))
+        if device is not None and device.type == "cuda" and cudnn.allow_tf32:
+            found.append((partial(setattr, cudnn, "allow_tf32"), True, False))
+        return found
     except RuntimeError:  # it was set by the names of torch 2.9
-        name, cpu = "fp32_precision", backends.mkldnn
-        for x in (backends.cuda.matmul, cpu.matmul, cudnn.conv, cudnn.rnn):
+        name, cpu = "fp32_precision", _backends.mkldnn
+        for x in (_backends.cuda.matmul, cpu.matmul, cudnn.conv, cudnn.rnn):
             found.append((partial(setattr, x, name), getattr(x, name), "ieee"))
-    return [each for each in found if each[1] != each[2]]
+        return [each for each in found if each[1] != each[2]]
 
 
-@contextmanager
-def full_precision(device: torch.device | None = None) -> Iterator[None]:
+def full_precision(device: torch.device | None = None) -> ContextManager:
     """
     Within it, float32 is multiplied without rounding it first; see
     :func:`tf32_settings`. It does nothing where code is being compiled: enter it
     around the call of compiled code.
     """
     changes = [] if torch.compiler.is_compiling() else tf32_settings(device)
-    for change, _, precise in changes:
+    return _changed(changes) if changes else nullcontext()
+
+
+@contextmanager
+def _changed(settings: list[tuple]) -> Iterator[None]:
+    """Changes settings, see :func:`tf32_settings`, within a block."""
+    for change, _, precise in settings:
         change(precise)
     try:
         yield
     finally:
-        for change, before, _ in changes:
+        for change, before, _ in settings:
             change(before)
 
 
@@ -345,7 +364,7 @@ def chunk(rows: int, device: torch.device) -> int:
 
 def _gram(f: Any, g: Any, dtype: torch.dtype) -> T:
     """Returns ``<f[t], g[t']>`` as ``[B, T, T']``."""
-    if isinstance(f, Beside):
+    if type(f) is Beside:
         total = _gram(f.parts[0], g.parts[0], dtype)
         for x, y in zip(f.parts[1:], g.parts[1:]):
             if sums_wide(x, y):
@@ -353,11 +372,11 @@ def _gram(f: Any, g: Any, dtype: torch.dtype) -> T:
             else:
                 total.baddbmm_(x.to(dtype), y.to(dtype).mT)
         return total
-    if isinstance(f, OneHot) and isinstance(g, OneHot):
+    if type(f) is OneHot and type(g) is OneHot:
         return (f.index[:, :, None] == g.index[:, None, :]).to(dtype)
-    if isinstance(f, OneHot):
+    if type(f) is OneHot:
         return _gram(g, f, dtype).mT.contiguous()
-    if isinstance(g, OneHot):
+    if type(g) is OneHot:
         index = g.index[:, None, :].expand(-1, f.shape[1], -1)
         return f.gather(2, index).to(dtype)
     return times(f, g.mT, dtype)

@@ -381,7 +381,7 @@ class Ghost(PrivateMode):
 
     def _set_grads(self, optimizer: Any, total: ClippedSum) -> None:
         self.per_sample_gradient_norms = total.norms
-        sums = dict(zip(optimizer.params, total.sums().values()))
+        sums = zip(optimizer.params, total.sums().values())
         optimizer.set_clipped_sums(sums, total.norms)
 
     def _check(self, sources: Dependencies, losses: T) -> None:
