@@ -538,8 +538,7 @@ class ClippedSum:
         """Adds the gradient of one sample, given by the ids of the parameters."""
         used = [i for i, p in enumerate(self.params) if id(p) in by_id]
         self.reached |= bool(used)
-        given = [(self.params[i], by_id[id(self.params[i])]) for i in used]
-        dense = [upcast(self._own(p, g)) for p, g in given]
+        dense = [upcast(by_id[id(self.params[i])]) for i in used]
         norms, bad = self._norms_alone(used, norm_of_each(dense)), None
         rows = torch.tensor([row], device=norms.device)
         norms = norms if self.per_parameter else norms.norm(dim=0)
@@ -564,15 +563,7 @@ class ClippedSum:
         norms = self.norms.new_zeros(len(self.params), 1, dtype=dtype)
         if used:
             norms[used, 0] = torch.stack([n.to(norms) for n in each])
-        return _over(self._whole_norms(norms), self.scale)
-
-    def _own(self, p: T, grad: T) -> T:
-        """Returns what this process has of a parameter's gradient."""
-        return grad
-
-    def _whole_norms(self, norms: T) -> T:
-        """Returns the norms ``[parameters, 1]`` of whole gradients."""
-        return norms
+        return _over(norms, self.scale)
 
     def _add_dense(self, places: list[int], dense: list[T], factor: float) -> None:
         """Adds a multiple of gradients of the parameters at some places."""
