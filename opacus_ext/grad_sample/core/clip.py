@@ -18,7 +18,6 @@ from opacus_ext.grad_sample.core.gradients import SMALL, GradSamples, gradients_
 from opacus_ext.grad_sample.factors import (
     ROUNDING,
     GradSample,
-    SharedRows,
     Squares,
     dtype_of,
     full_precision,
@@ -52,55 +51,23 @@ class GroupNorms:
         self._places: list[int] = []  # parameters whose gradients are concatenated
         self._rows: T | None = None
         self._squares: dict[int, Squares] = {}
-        # Parameters whose uses have one input: the last ones with it, and all.
-        self._last: list[tuple[T, GradSample, T]] = []
-        self._shared: dict[int, tuple[SharedRows, int]] = {}
         self._wide = False  # True if some gradients are sums of bfloat16 products
         self._budget = workspace() if keep else 0
 
     def add(self, p: T, sample: GradSample) -> None:
         """Adds a parameter's gradients; small ones are left to :meth:`finish`."""
         if sample.numel > SMALL or sample.flat() is None:
-            self._add(p, sample)
-
-    def _add(self, p: T, sample: GradSample) -> None:
-        term = None if self.per_parameter else SharedRows.term_of(sample)
-        if term is None:
             self._square(p, sample)
-            return
-        if self._last and not _is_same(term.dense[1], self._last[0][2]):
-            self._add_last()
-        self._last.append((p, sample, term.dense[1]))
-
-    def _add_last(self) -> None:
-        """Computes the norms of the last parameters with one input, together."""
-        last, self._last = self._last, []
-        shared = SharedRows([sample for _, sample, _ in last])
-        squares = shared.squares(self._budget) if len(last) > 1 else None
-        if squares is None:
-            for p, sample, _ in last:
-                self._square(p, sample)
-            return
-        for i, (p, sample, _) in enumerate(last):
-            self._shared[id(p)] = shared, i
-            self._wide |= sample.sums_wide
-            if not self.keep:
-                sample.clear()
-        self._squares[id(p)] = self._placed(squares)
-
-    def _placed(self, squares: Squares) -> Squares:
-        """Converts squares to the device and dtype of the norms."""
-        values, least = squares
-        kind: Any = self.params[0].device, self.dtype
-        return Squares(values.to(*kind), None if least is None else least.to(*kind))
 
     def _square(self, p: T, sample: GradSample) -> None:
-        squares = sample.squares(cache=self._budget)
+        values, least = sample.squares(cache=self._budget)
         self._wide |= sample.sums_wide
         self._budget -= sample.cached_bytes
         if not self.keep:
             sample.clear()
-        self._squares[id(p)] = self._placed(squares)
+        kind: Any = self.params[0].device, self.dtype
+        least = None if least is None else least.to(*kind)
+        self._squares[id(p)] = Squares(values.to(*kind), least)
 
     def finish(self, samples: GradSamples) -> T:
         """Returns the norms; missing parameters have a gradient of zero."""
@@ -109,10 +76,9 @@ class GroupNorms:
             self._concatenate_small()
         like, places = self.params[0], {*self._places}
         for i, p in enumerate(self.params):
-            if id(p) in samples and i not in places and not self._has(p):
-                self._add(p, samples[id(p)])
-        if self._last:
-            self._add_last()
+            missing = id(p) in samples and id(p) not in self._squares
+            if missing and i not in places:
+                self._square(p, samples[id(p)])
         kind: Any = dict(dtype=self.dtype, device=like.device)
         found = []
         if self._rows is not None:
@@ -156,16 +122,11 @@ class GroupNorms:
         """Returns the exact norms of some samples, given :meth:`wide` of each."""
         return ExactGroup(self, samples, wide)
 
-    def _has(self, p: T) -> bool:
-        """Returns True if a parameter's gradients were added."""
-        known = id(p) in self._squares or id(p) in self._shared
-        return known or any(p is x[0] for x in self._last)
-
     def _concatenate_small(self) -> None:
         """Concatenates small gradients that are materialized already."""
         rows, device = {}, self.params[0].device
         for i, p in enumerate(self.params):
-            sample = None if self._has(p) else self.samples.get(id(p))
+            sample = None if id(p) in self._squares else self.samples.get(id(p))
             if sample is not None and sample.numel <= SMALL:
                 flat = sample.flat()
                 if flat is not None and flat.device == device:
@@ -199,15 +160,9 @@ class GroupNorms:
                 total = factors.to(self._rows) @ self._rows
             sizes = [self.params[i].numel() for i in self._places]
             small = dict(zip(self._places, total.split(sizes)))
-        found: dict[int, list[T]] = {}  # by the id of shared rows
         for i, p in enumerate(self.params):
             if i in small:
                 yield small[i].view(p.shape)
-            elif id(p) in self._shared:
-                shared, place = self._shared[id(p)]
-                if id(shared) not in found:
-                    found[id(shared)] = shared.weighted_sums(factors.to(p.device))
-                yield found[id(shared)][place].view(p.shape)
             elif id(p) in self.samples:
                 own = factors[i] if factors.dim() > 1 else factors
                 yield self.samples[id(p)].weighted_sum(own.to(p.device))
@@ -288,17 +243,6 @@ class Clipped(NamedTuple):
             return
         for one, two in zip(sums, self.exact.weighted_sums(self.exact_factors)):
             yield one if two is None else two if one is None else one + two.to(one)
-
-
-def _is_same(x: T, y: T) -> bool:
-    """Returns True if two tensors are known to be the same memory."""
-    if x is y or torch.compiler.is_compiling():
-        return x is y
-    return (
-        x.data_ptr() == y.data_ptr()
-        and (x.shape, x.stride(), x.dtype) == (y.shape, y.stride(), y.dtype)
-        and (x.device, x.is_neg()) == (y.device, y.is_neg())
-    )
 
 
 def clipping_factors(

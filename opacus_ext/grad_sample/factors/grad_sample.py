@@ -15,7 +15,6 @@ from opacus_ext.grad_sample.factors.places import (
     square_of_sums,
 )
 from opacus_ext.grad_sample.factors.rows import (
-    Beside,
     Factor,
     OneHot,
     Squares,
@@ -570,61 +569,6 @@ def _sum_of(terms: Sequence[Term], shape: torch.Size, size: int) -> GradSample:
     found = GradSample(shape, size)
     found._terms = list(terms)
     return found
-
-
-class SharedRows:
-    """
-    The gradients of several parameters whose uses have one input, as those of queries,
-    keys and values have. The Gram matrix of the input, and its weighted rows, are
-    computed once.
-
-    Args:
-        samples: the gradients, each with a :meth:`term_of`; the last factors are equal
-    """
-
-    def __init__(self, samples: Sequence[GradSample]):
-        self.samples = samples
-
-    @staticmethod
-    def term_of(sample: GradSample) -> OuterProducts | None:
-        """Returns the only term, if it has two dense factors and several rows."""
-        term = sample._terms[0] if len(sample._terms) == 1 else None
-        if not isinstance(term, OuterProducts) or term.onehot or term.length == 1:
-            return None
-        return term if len(term.dense) == 2 else None
-
-    @property
-    def _terms(self) -> list[OuterProducts]:
-        return [x for x in map(self.term_of, self.samples) if x is not None]
-
-    @property
-    def _dtype(self) -> torch.dtype:
-        return dtype_of(*(x.dtype for x in self._terms))
-
-    def squares(self, cache: int) -> Squares | None:
-        """
-        Returns the sum of squared norms; None if they are cheaper one by one. See
-        :meth:`GradSample.squares`.
-        """
-        terms = self._terms
-        for x in terms:
-            cost = of_grams([x])
-            if cost > of_blocks([x]) or worth_caching([x], cache, cost):
-                return None
-        factors = Beside(tuple(x.dense[0] for x in terms)), terms[0].dense[1]
-        with full_precision(terms[0].device):
-            return inner(factors, None, self._dtype)
-
-    def weighted_sums(self, weights: T) -> list[T]:
-        """Returns :meth:`GradSample.weighted_sum` of each parameter."""
-        terms = self._terms
-        rows, dtype = terms[0].dense[1], self._dtype
-        wider = rows.shape[2] > sum(x.dense[0].shape[2] for x in terms)
-        if wider or weights.dtype == torch.bfloat16:
-            return [sample.weighted_sum(weights) for sample in self.samples]
-        rows = (rows.to(dtype) * weights.to(dtype)[:, None, None]).flatten(0, 1)
-        with full_precision(rows.device):
-            return [x.dense[0].to(dtype).flatten(0, 1).mT @ rows for x in terms]
 
 
 def _square_by_groups(term: OuterProducts) -> Squares:
