@@ -2,8 +2,7 @@
 
 Run as ``python benchmarks/long.py``. A small Llama of transformers with random weights
 is trained on next tokens: not privately (the model's own loss, and the same noise), in
-"ghost", "ghost_bk" and "scan", each with the model's own head and with a chunked one
-(``opacus_ext.layers.chunked_head``), which never holds all logits.
+"ghost", "ghost_bk" and "scan".
 
 Every cell is a process of its own. It prints
 
@@ -11,7 +10,7 @@ Every cell is a process of its own. It prints
   first, which looks at more, among them;
 - ms: the fastest step after the second. With one thread on a CPU it is the process's
   CPU time, which other work on the machine disturbs less than the time on the wall;
-- both as ratios to the non-private step with the model's own head, and how MiB grew
+- both as ratios to the non-private step, and how MiB grew
   over the row before: sequences twice as long should take twice the memory at most.
 
 Options: ``--lengths``, ``--vocabularies``, ``--width``, ``--layers``, ``--batch``,
@@ -35,16 +34,7 @@ from step_time import GIVE_BACK, Step, noisy_sgd, peak_memory, synchronize
 from torch.utils.data import DataLoader, TensorDataset
 
 LR, SIGMA, MAX_GRAD_NORM = 1e-3, 1.0, 1.0
-MODES = {  # the grad_sample_mode, and whether the head is chunked
-    "non-private": ("", False),
-    "ghost": ("ghost", False),
-    "ghost_bk": ("ghost_bk", False),
-    "scan": ("scan", False),
-    "non-private, chunked": ("", True),
-    "ghost, chunked": ("ghost", True),
-    "ghost_bk, chunked": ("ghost_bk", True),
-    "scan, chunked": ("scan", True),
-}
+MODES = {"non-private": "", "ghost": "ghost", "ghost_bk": "ghost_bk", "scan": "scan"}
 
 
 class Shape(NamedTuple):
@@ -57,11 +47,10 @@ class Shape(NamedTuple):
     batch: int
 
 
-def build(mode: str, chunked: bool, shape: Shape, device: str) -> Step:
+def build(mode: str, shape: Shape, device: str) -> Step:
     """A step of training, to be called again and again."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from opacus_ext.layers import chunked_head
     from opacus_ext.losses import PerSample, model_losses
 
     torch.manual_seed(0)
@@ -77,16 +66,13 @@ def build(mode: str, chunked: bool, shape: Shape, device: str) -> Step:
         attn_implementation="sdpa",
     )
     model = LlamaForCausalLM(config).train().to(device)
-    if chunked:
-        chunked_head(model)
     ids = torch.randint(3, shape.vocabulary, (shape.batch, shape.length), device=device)
     batch = {"input_ids": ids, "labels": ids}
     if not mode:
         update = noisy_sgd(model, len(ids))
 
         def step() -> None:
-            own = model_losses(model, batch).mean() if chunked else model(**batch).loss
-            own.backward()
+            model(**batch).loss.backward()
             update()
 
         return step
@@ -116,7 +102,7 @@ def measure(name: str, shape: Shape, device: str, steps: int) -> Dict[str, float
     clock = time.process_time if cpu else time.perf_counter
 
     def timed() -> Step:
-        step = build(*MODES[name], shape, device)
+        step = build(MODES[name], shape, device)
 
         def run() -> None:
             synchronize(device)
@@ -128,7 +114,7 @@ def measure(name: str, shape: Shape, device: str, steps: int) -> Dict[str, float
         return run
 
     tiny = Shape(1, 64, 50, 8, 2)
-    first = functools.partial(build, *MODES[name], tiny, device)
+    first = functools.partial(build, MODES[name], tiny, device)
     peak = peak_memory(first, timed, device, steps)
     return {"mib": peak / 2**20, "ms": 1e3 * min(times[2:] or times)}
 

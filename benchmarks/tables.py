@@ -101,7 +101,7 @@ def experts() -> str:
 
 
 def long_sequences() -> str:
-    """Memory and time by length and vocabulary, with and without a chunked head."""
+    """Memory and time by length and vocabulary."""
     text = (RESULTS / "long.txt").read_text("utf-8")
     cells = [[c.strip() for c in line.split("|")[1:-1]] for line in text.splitlines()]
     found = {(c[0], c[1]): c for c in cells if len(c) == 7}
@@ -109,15 +109,10 @@ def long_sequences() -> str:
     shapes += [(v, 256) for v in (50_000, 200_000)]
     body = []
     for v, t in shapes:
-        at = {
-            step: found[f"2, 64, {v}, {t}, 2", step]
-            for step in ("non-private", "ghost_bk", "ghost_bk, chunked")
-        }
-        plain, private, chunked = at.values()
-        pairs = (private[2], private[6], chunked[2], chunked[6])
-        body.append((t, f"{v:,}", plain[2], *pairs))
-    heads = ("T", "V", "non-private", "ghost_bk", "time", "ghost_bk, chunked head")
-    return written((*heads, "time"), body)
+        shape = f"2, 64, {v}, {t}, 2"
+        plain, private = (found[shape, step] for step in ("non-private", "ghost_bk"))
+        body.append((t, f"{v:,}", plain[2], private[2], private[6]))
+    return written(("T", "V", "non-private", "ghost_bk", "time"), body)
 
 
 SHAPES = ("4,256,8192,128,8", "2,128,2048,512,4", "2,256,50257,64,4")

@@ -16,9 +16,11 @@ import opacus.optimizers
 import torch
 import torch.distributed as dist
 from opacus.accountants.accountant import IAccountant
+from opacus.distributed import DifferentiallyPrivateDistributedDataParallel as DPDDP
 from opacus.utils.uniform_sampler import UniformWithReplacementSampler
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader
 
 from opacus_ext.accountants import calibration
@@ -27,7 +29,6 @@ from opacus_ext.accountants.prv import PRVBoundsAccountant
 from opacus_ext.accountants.whole import count_whole, record_whole
 from opacus_ext.data.draws import count_records
 from opacus_ext.data.sampling import CyclicPoisson, Poisson, Sampling
-from opacus_ext.grad_sample.parallel.split import is_split_alone, place_of
 from opacus_ext.ledger import ledger_of, note_trained
 from opacus_ext.misuse import check_delta, check_loader, check_number, checked_epsilon
 from opacus_ext.optimizers.banded import Banded, BandedNoise, choose_bands
@@ -68,7 +69,7 @@ def with_sampling(make_private: Callable) -> Callable:
         **kwargs: Any,
     ) -> Any:
         """Makes a model private, and keeps the settings for statements."""
-        correlated, place = None, place_of(kwargs["module"])
+        correlated, place = None, _place_of(kwargs["module"])
         if noise != INDEPENDENT:
             correlated = _correlated(self, noise, **kwargs)
             sampling = _cyclic(sampling, correlated.bands, kwargs["data_loader"])
@@ -83,7 +84,7 @@ def with_sampling(make_private: Callable) -> Callable:
                 sampling = Poisson(sample_rate=1 / len(kwargs["data_loader"]))
         own = make_private
         if place is not None:
-            own = functools.partial(_of_several_processes, make_private, place[1])
+            own = functools.partial(_of_several_processes, make_private)
         if sampling is None:
             made = own(self, **kwargs)
             count_whole(made[1], self.accountant)
@@ -156,10 +157,9 @@ def _correlated(
             remedy="Give opacus_ext.optimizers.Banded(bands, steps), or leave it to "
             'make_private_with_epsilon(noise="banded") to choose one.',
         )
-    if isinstance(kwargs["module"], FSDPModule) or is_split_alone(kwargs["module"]):
+    if isinstance(kwargs["module"], FSDPModule):
         raise Refused(
-            "Correlated noise is not drawn for models sharded by fully_shard, or split "
-            "by parallelize_module.",
+            "Correlated noise is not drawn for models sharded by fully_shard.",
             parameter="noise",
             remedy="Leave noise out.",
         )
@@ -198,7 +198,7 @@ def _refuse_insecure(
     **kwargs: Any,
 ) -> None:
     """Refuses what would draw noise or batches from another source in secure mode."""
-    if place_of(module) is not None:
+    if _place_of(module) is not None:
         what = f"{type(module).__name__} of several processes"
     elif noise != INDEPENDENT:
         what = "Correlated noise"
@@ -324,30 +324,31 @@ def _with_drawn_batches(
     return made
 
 
+def _place_of(module: nn.Module) -> Optional[Tuple[int, int]]:
+    """
+    Returns the number of this process and how many there are; None for a model of one
+    process.
+    """
+    if not isinstance(module, (FSDPModule, DDP, DPDDP)):
+        return None
+    return dist.get_rank(), dist.get_world_size()
+
+
 def _of_several_processes(
-    make_private: Callable,
-    with_samples: int,
-    engine: opacus.PrivacyEngine,
-    **kwargs: Any,
+    make_private: Callable, engine: opacus.PrivacyEngine, **kwargs: Any
 ) -> Any:
-    """``make_private``; ``with_samples`` processes have samples of their own."""
+    """``make_private`` of a model of several processes."""
 
     def prepare(**options: Any) -> Any:
-        """Opacus's method, which does not know split models."""
+        """Opacus's method, which does not know torch's own wrappers."""
         options["distributed"] = True
         return type(engine)._prepare_optimizer(engine, **options)
 
     engine._prepare_optimizer = prepare
     try:
-        made = make_private(engine, **kwargs)
+        return make_private(engine, **kwargs)
     finally:
         del engine._prepare_optimizer
-    optimizer, copies = made[1], dist.get_world_size() // with_samples
-    if copies > 1:
-        optimizer.copies, optimizer.world_size = copies, with_samples
-        if isinstance(kwargs["module"], FSDPModule):
-            optimizer.expected_batch_size *= copies
-    return made
 
 
 def _check_sampling(sampling: Any, module: nn.Module, poisson_sampling: bool) -> None:

@@ -16,8 +16,6 @@ from typing import Any, Callable, Dict, List, Optional
 
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
@@ -27,7 +25,6 @@ from opacus_ext.data.logical import PhysicalBatch, logical_loader
 from opacus_ext.data.sampling import Poisson, Sampling
 from opacus_ext.engine import INDEPENDENT
 from opacus_ext.grad_sample.modes.ghost import ClippedLoss
-from opacus_ext.grad_sample.parallel.split import place_of
 from opacus_ext.private_training import Basis, PrivateTraining, Same
 from opacus_ext.refused import Refused
 
@@ -38,7 +35,7 @@ except ImportError:  # the same under its older name
 
 __all__ = ["PrivacyCallback"]
 
-_STRATEGIES = "SingleDeviceStrategy", "DDPStrategy", "ModelParallelStrategy"
+_STRATEGIES = "SingleDeviceStrategy", "DDPStrategy"
 _TRANSFERS = (
     "on_before_batch_transfer",
     "transfer_batch_to_device",
@@ -46,6 +43,11 @@ _TRANSFERS = (
 )
 
 
+_FULLY_SHARD = (
+    "A model that is too large for one device trains by opacus_ext.trainer."
+    "PrivateTrainer with TrainingArguments(fsdp=True), or in a loop of your own by "
+    "fully_shard and make_private."
+)
 _OR_HOOKS = 'or take grad_sample_mode="hooks", which takes any mean over the records.'
 
 
@@ -58,10 +60,8 @@ class PrivacyCallback(Callback):
     the loader. Steps, epochs, schedules and checkpoints count these logical batches. A
     draw without records is a step of noise, for which ``training_step`` is not called.
     With ``Trainer(strategy="ddp")`` each process has its share of the same batches, and
-    calls ``training_step`` only if it has records. With ``ModelParallelStrategy``
-    and a module whose ``configure_model`` calls ``fully_shard`` each holds a shard of
-    the model; one without records calls ``training_step`` with a record that is not
-    counted, up to where that calls the model; what it sets on modules is put back.
+    calls ``training_step`` only if it has records. A model that ``fully_shard`` has
+    sharded trains by ``PrivateTrainer`` or ``make_private``.
 
     "epsilon" is logged after each epoch. Checkpoints hold the accountant's history and
     the random state of the noise: whoever has one can subtract the noise, so publish
@@ -78,8 +78,7 @@ class PrivacyCallback(Callback):
         criterion: the LightningModule's attribute that makes the loss, such as an
             ``nn.CrossEntropyLoss()``; within ``training_step`` it clips by record
         module: the name of what ``training_step`` calls, such as "model"; by default
-            the LightningModule itself, ``self(...)``, or the part of it that
-            ``fully_shard`` has sharded as a whole
+            the LightningModule itself, ``self(...)``
         max_physical_batch_size: the most records ``training_step`` is given at once
         accountant: "prv", "prv_bounds" or "rdp"
         sampling: another way to draw batches, of ``opacus_ext.data``
@@ -155,7 +154,7 @@ class PrivacyCallback(Callback):
         if stage != "fit":
             return
         _refuse_trainer(trainer)
-        _refuse_split(trainer, pl_module)
+        _refuse_shards(pl_module)
         self._saved = {}
         self._training.process = trainer.global_rank, trainer.world_size
         self._several = trainer.world_size > 1
@@ -212,20 +211,14 @@ class PrivacyCallback(Callback):
 
     def _begin(self, trainer: Any, pl_module: Any) -> None:
         """Makes model, optimizer, criterion and loader private."""
-        _refuse_split(trainer, pl_module)
+        _refuse_shards(pl_module)  # of configure_model
         if self._several:
             for x in (*pl_module.parameters(), *pl_module.buffers()):
-                if not isinstance(x, DTensor):
-                    dist.broadcast(x.detach(), 0)
+                dist.broadcast(x.detach(), 0)
         source, training = trainer.fit_loop._data_source, self._training
-        loader, module = source.dataloader(), _private_part(pl_module, self.module)
+        loader, module = source.dataloader(), pl_module.get_submodule(self.module)
         strategy, plain = trainer.strategy, trainer.optimizers
         _refuse_data(loader, plain)
-        if _is_model_parallel(trainer):
-            training.process = place_of(module) or (0, 1)
-            # It may step to make a state that it reads: not with noise.
-            state_of = functools.partial(strategy.optimizer_state, plain[0])
-            self._set(strategy, "optimizer_state", lambda optimizer: state_of())
         size, steps = len(loader.dataset), len(loader)
         sampling = replace(
             self.sampling or Poisson(expected_batch_size=min(loader.batch_size, size)),
@@ -260,9 +253,7 @@ class PrivacyCallback(Callback):
             training.repeat_noise()
         self._undo.append(lambda: setattr(strategy, "optimizers", plain))
         strategy.optimizers = [training.optimizer]
-        given = loader.dataset, batches, loader.collate_fn, loader
-        sharded = self._several and isinstance(module, FSDPModule)
-        private = logical_loader(*given, example=sharded)
+        private = logical_loader(loader.dataset, batches, loader.collate_fn, loader)
         # By these Lightning knows a loader that can go on in the middle of an epoch.
         vars(private).update(state_dict=dict, load_state_dict=lambda state: None)
         trainer.fit_loop._combined_loader = None
@@ -370,19 +361,13 @@ class PrivacyCallback(Callback):
         def output_of(batch: PhysicalBatch, *rest: Any) -> Any:
             if batch.inputs is None:
                 return _empty_loss(training)
-            changes = [*places]
-            if not batch.records:
-                changes[0] = vars(pl_module), {**within, "log": _nothing}
-            before = [{k: own[k] for k in new if k in own} for own, new in changes]
-            for own, new in changes:
+            before = [{k: own[k] for k in new if k in own} for own, new in places]
+            for own, new in places:
                 own.update(new)
-            step = functools.partial(stock, batch.inputs, *rest)
             try:
-                if batch.records:
-                    return step()
-                return training.loss_without_records(step, pl_module)
+                return stock(batch.inputs, *rest)
             finally:
-                for (own, new), old in zip(changes, before):
+                for (own, new), old in zip(places, before):
                     for name in new:
                         del own[name]
                     own.update(old)
@@ -421,7 +406,7 @@ class PrivacyCallback(Callback):
             for batch in batches:
                 optimizer.zero_grad()
                 optimizer.signal_skip_step(batch is not batches[-1])
-                with training.taking(batch), training.telling():
+                with training.taking(batch):
                     output = output_of(batch, *rest)
                     if automatic:
                         loss = _loss(output, criterion, self.criterion)
@@ -512,10 +497,6 @@ def _alone(method: Callable) -> Callable:
     return checked
 
 
-def _nothing(*args: Any, **kwargs: Any) -> None:
-    """Stands for what logs, where there are no records."""
-
-
 def _no_sync(name: str) -> Callable:
     """Refuses to sum a metric over processes, by dist_sync_on_step or compute()."""
 
@@ -570,39 +551,13 @@ def _loss(output: Any, criterion: Any, name: str) -> Any:
     return loss
 
 
-def _is_model_parallel(trainer: Any) -> bool:
-    return type(trainer.strategy).__name__ == "ModelParallelStrategy"
-
-
-def _private_part(pl_module: Any, name: str) -> nn.Module:
-    """Returns what is made private: of a module around it, what is sharded whole."""
-    module = pl_module.get_submodule(name)
-    units = [part for part in module.modules() if isinstance(part, FSDPModule)]
-    own = {*units[0].parameters()} if units else set()
-    trained = {p for p in module.parameters() if p.requires_grad}
-    found = units[0] if units and trained <= own else module
-    inside = {*found.modules()}
-    for beside, part in pl_module.named_modules():
-        if isinstance(part, FSDPModule) and part not in inside:
-            raise Refused(
-                f"{beside or 'self'} is sharded by fully_shard beside what is trained "
-                f"({type(found).__name__}): a process without records of a draw would "
-                "not gather its parameters.",
-                module=beside,
-                remedy="Leave fully_shard out for it, or make both parts of a module "
-                "that fully_shard shards as a whole, whose forward calls them.",
-            )
-    return found
-
-
-def _refuse_split(trainer: Any, pl_module: Any) -> None:
-    for name, p in () if _is_model_parallel(trainer) else pl_module.named_parameters():
+def _refuse_shards(pl_module: Any) -> None:
+    for name, p in pl_module.named_parameters():
         if isinstance(p, DTensor):
             raise Refused(
                 f"Parameter {name} is shared out over processes (a DTensor).",
                 parameter=name,
-                remedy="Leave out parallelize_module and fully_shard; or call them in "
-                "configure_model, and give the Trainer a ModelParallelStrategy.",
+                remedy=f"Leave parallelize_module and fully_shard out. {_FULLY_SHARD}",
             )
 
 
@@ -616,8 +571,7 @@ def _refuse_trainer(trainer: Any) -> None:
             kind not in _STRATEGIES,
             f"{kind} computes or shards gradients by itself.",
             'Give the Trainer strategy="ddp" for several processes, or devices=1 and '
-            "no strategy. A model that is too large for one device is sharded by "
-            "fully_shard in configure_model, with strategy=ModelParallelStrategy(...).",
+            f"no strategy. {_FULLY_SHARD}",
         ),
         (
             "strategy",

@@ -23,7 +23,6 @@ from opacus_ext.grad_sample.adapter.criterion import AT_ONCE
 from opacus_ext.grad_sample.adapter.inputs import InputReader
 from opacus_ext.grad_sample.factors import upcast
 from opacus_ext.grad_sample.modes.common import private_model_of
-from opacus_ext.layers.linear_cross_entropy import LinearCrossEntropy
 from opacus_ext.refused import Refused
 
 __all__ = ["PerRecord", "PerSample", "cross_entropy", "model_losses", "sample_loss"]
@@ -258,7 +257,7 @@ def _mean(total: T, count: T) -> T:
 class _OwnLoss(TorchFunctionMode):
     """
     Calls a model for one sample, and returns its loss. torch's means over labels are
-    zero where no label counts, and chunked heads are told that a loss function follows.
+    zero where no label counts.
     """
 
     is_compiled = True  # along with a model that is called in it
@@ -266,17 +265,10 @@ class _OwnLoss(TorchFunctionMode):
     def __init__(self, model: nn.Module):
         super().__init__()
         self._model = type(model).__name__
-        self._heads = [m for m in model.modules() if isinstance(m, LinearCrossEntropy)]
 
     def __call__(self, forward: Callable, **sample: Any) -> T:
-        for head in self._heads:
-            head.pending = True
-        try:
-            with self:
-                loss = _find_loss(forward(**sample))
-        finally:
-            for head in self._heads:
-                head.pending = False
+        with self:
+            loss = _find_loss(forward(**sample))
         if isinstance(loss, torch.Tensor) and loss.numel() == 1:
             return loss.reshape(())
         shape = f" of shape {tuple(loss.shape)}" if loss is not None else ""

@@ -5,14 +5,12 @@ The private part of a run whose training loop is another library's, which
 
 from __future__ import annotations
 
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import (
     Any,
     Callable,
-    ContextManager,
     Dict,
     Iterator,
-    List,
     Mapping,
     Optional,
     Tuple,
@@ -25,16 +23,13 @@ from opacus.accountants.accountant import IAccountant
 from opacus.distributed import DifferentiallyPrivateDistributedDataParallel as DPDDP
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
 from opacus_ext.accountants.budget import least_noise
 from opacus_ext.data.draws import Draws, loader_like
 from opacus_ext.data.logical import LogicalBatches, PhysicalBatch, derive_seed
 from opacus_ext.data.sampling import Sampling
-from opacus_ext.grad_sample.adapter.state import Change, State
 from opacus_ext.grad_sample.modes.common import Attachment, private_model_of
-from opacus_ext.grad_sample.modes.ghost import ClippedLoss
 from opacus_ext.ledger import ledger_of
 from opacus_ext.misuse import check_number
 from opacus_ext.optimizers.optimizer import ClippingOptimizer
@@ -59,28 +54,6 @@ def check_budget(
         check_number("target_epsilon", target_epsilon)
     else:
         check_number("noise_multiplier", noise_multiplier, zero=True)
-
-
-class _Called(BaseException):
-    """Leaves a step where it has called the model, with what that returned."""
-
-
-def _put_back(before: State, changes: List[Change], own: List[Change]) -> None:
-    """
-    Undoes the changes of a step by a record that is not counted. Refuses if the model
-    has changed something by itself, which is without data, and stays in other steps.
-    """
-    name = changes[0].name if changes and own else None
-    if changes and not own:
-        name = before.restore()
-    if name is not None:
-        apart = f" apart from {own[0].name}, which the model sets" if own else ""
-        raise Refused(
-            f"{name} is set in a step without records, by a record that is not "
-            f"counted, and can't be put back{apart}.",
-            parameter=name,
-            remedy="Set it in another hook, such as on_train_batch_end.",
-        )
 
 
 class Same:
@@ -279,55 +252,6 @@ class PrivateTraining:
                     remedy="Leave it as it is in a run, and begin another one with "
                     "what it is to be.",
                 )
-
-    def telling(self) -> ContextManager[None]:
-        """Tells the others of an error round a call of a sharded model."""
-        private = getattr(self.hooks, "private", None)
-        rounds = getattr(private, "rounds", None)
-        return rounds.telling("forward pass") if rounds else nullcontext()
-
-    def loss_without_records(
-        self, step: Callable[[], Any], owner: nn.Module
-    ) -> torch.Tensor:
-        """
-        Returns the loss of no records. A model that is sharded by ``fully_shard`` takes
-        part in the passes of the other processes: ``step`` calls it with any record, of
-        which it sees the form, and is left there. What ``step`` has changed in
-        ``owner``, a module, is put back.
-        """
-        hooks, module, outputs = self.hooks, self.hooks._module, []
-        inside, reader = vars(module)["_compiled_call_impl"], hooks.private.inputs
-        before, own = State(owner), State(module)
-        changes: List[Change] = []
-
-        def leave(*args: Any, **kwargs: Any) -> Any:
-            if not torch.is_grad_enabled():
-                return inside(*args, **kwargs)
-            changes.extend(before.changes())
-            own.remember()
-            raise _Called(inside(*args, **kwargs))
-
-        before.remember()
-        vars(module)["_compiled_call_impl"], reader.without_samples = leave, True
-        try:
-            step()
-        except _Called as called:
-            leaves = tree_leaves(called.args[0])
-            outputs = [x for x in leaves if getattr(x, "requires_grad", False)]
-        finally:
-            vars(module)["_compiled_call_impl"] = inside
-            reader.without_samples = False
-        if not outputs:
-            raise Refused(
-                f"A step has no gradient of {type(module).__name__}, which fully_shard "
-                "has sharded.",
-                module=type(module).__name__,
-                remedy="Call it in each step: all processes gather its parameters.",
-            )
-        _put_back(before, changes, own.changes())
-        losses = outputs[0].sum() + outputs[0].new_zeros(0)
-        given = hooks, self.optimizer, losses
-        return ClippedLoss(*given, value=losses.new_zeros(()))
 
     def choose_noise(
         self, sampling: Sampling, records: int, steps: Callable[[], Any]

@@ -201,9 +201,11 @@ def test_what_is_refused(two):
             assert found.startswith("Refused") and words in found
 
 
-def test_a_strategy_that_is_refused():
+@pytest.mark.parametrize("name", ["FSDPStrategy", "ModelParallelStrategy"])
+def test_a_strategy_that_is_refused(name):
     lightning = trainer(max_steps=1)
-    lightning._accelerator_connector.strategy = L.strategies.FSDPStrategy()
+    lightning._accelerator_connector.strategy = getattr(L.strategies, name)()
     message = refusal(privacy("ghost_bk").setup, lightning, Classifier(), "fit")
-    assert message.startswith("Refused: FSDPStrategy computes or shards")
-    assert "fully_shard in configure_model" in message
+    assert message.startswith(f"Refused: {name} computes or shards")
+    for way in ('strategy="ddp"', "PrivateTrainer", "fully_shard and make_private"):
+        assert way in message

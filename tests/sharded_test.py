@@ -1,4 +1,4 @@
-"""Models sharded by ``fully_shard`` (FSDP2) or split by ``parallelize_module``.
+"""Models sharded by ``fully_shard`` (FSDP2).
 
 The oracle is the same training in a single process, from the gradients of each sample
 alone by plain autograd.
@@ -23,18 +23,13 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    SequenceParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.checkpoint import checkpoint
 
-from opacus_ext import clipped_grads
+from opacus_ext import clipped_grads, per_sample_grads
 from opacus_ext.data import Poisson
 from opacus_ext.optimizers import Banded
 from tests.common import clipped_sum, make_private, norms_of, oracle, trainable
@@ -162,33 +157,6 @@ def sharded(name, **kwargs):
     return fully_shard(model, **kwargs)
 
 
-# Tokens are split where a block begins, and are whole again behind its first layer.
-PLAN = {
-    "norm": SequenceParallel(),
-    "up": ColwiseParallel(input_layouts=Shard(1)),
-    "down": RowwiseParallel(),
-}
-
-
-def split(name, mesh, plan=("up", "down")):
-    """A model whose blocks are split over "parts", sharded over "data" if that is."""
-    model = model_of(name)
-    for block in (m for m in model.modules() if isinstance(m, Block)):
-        given = {layer: PLAN[layer] for layer in plan}
-        if "norm" not in plan:
-            given["up"] = ColwiseParallel()
-        parallelize_module(block, mesh["parts"], given)
-        if mesh["data"].size() > 1:
-            fully_shard(block, mesh=mesh["data"])
-    return fully_shard(model, mesh=mesh["data"]) if mesh["data"].size() > 1 else model
-
-
-def mesh_of(processes):
-    """Half as many processes have samples of their own: two compute each together."""
-    names = ("data", "parts")
-    return init_device_mesh("cpu", (processes // 2, 2), mesh_dim_names=names)
-
-
 def batch_of(name, step, size, masked):
     """Token ids of varying length; the mask leaves out the last of every other one."""
     generator = torch.Generator().manual_seed(step)
@@ -230,16 +198,15 @@ class Case:
     optimizer: str = "SGD"
     wrap: bool = True
     reshards: Optional[bool] = None
-    splits: bool = False
 
     def __str__(self):
         given = (self.model, self.mode, self.clipping, self.optimizer)
-        flags = [n for n in ("masked", "wrap", "splits") if getattr(self, n)]
+        flags = [n for n in ("masked", "wrap") if getattr(self, n)]
         return ",".join([*given, *flags, *[str(self.reshards)] * (not self.wrap)])
 
     def sizes(self, processes: int) -> List[List[int]]:
         steps = STEPS[:3] if self.model in OF_TRANSFORMERS else STEPS
-        return [sizes[: processes // (1 + self.splits)] for sizes in steps]
+        return [sizes[:processes] for sizes in steps]
 
     def bounds(self, model: nn.Module) -> Any:
         count = len(trainable(model))
@@ -279,23 +246,10 @@ THREE = [
 ]
 
 
-SPLIT = {
-    2: [Case("plain", mode, splits=True) for mode in MODES]
-    + [
-        Case("branches", masked=True, splits=True, optimizer="Adam"),
-        Case("checkpoint", clipping="per_layer", splits=True),
-        Case("frozen", splits=True, wrap=False),
-    ],
-    4: [
-        Case("plain", masked=True, splits=True),
-        Case("branches", "ghost", splits=True, clipping="per_layer", wrap=False),
-    ],
-}
-
-
 def own(batch, sizes):
-    place = dist.get_rank() * len(sizes) // dist.get_world_size()
-    return {key: x.split(sizes)[place].to(device()) for key, x in batch.items()}
+    return {
+        key: x.split(sizes)[dist.get_rank()].to(device()) for key, x in batch.items()
+    }
 
 
 def whole(model):
@@ -309,11 +263,7 @@ def whole(model):
 
 def train(case: Case) -> Any:
     kwargs = {} if case.reshards is None else {"reshard_after_forward": case.reshards}
-    if case.splits:
-        model = split(case.model, mesh_of(dist.get_world_size()))
-    else:
-        model = sharded(case.model, **kwargs)
-    private = case.private(model)
+    private = case.private(model := sharded(case.model, **kwargs))
     for step, sizes in enumerate(case.sizes(dist.get_world_size())):
         batch = batch_of(case.model, step, sum(sizes), case.masked)
         private.step(own(batch, sizes), losses_of)
@@ -602,98 +552,27 @@ def late_branch():
     return found, all(torch.equal(p, before[n]) for n, p in whole(model).items())
 
 
-def split_noise():
-    """Each process's weights after a step of noise alone; the parts get their own."""
-    model = split("plain", mesh_of(dist.get_world_size()))
-    private = Case("plain").private(model, noise_multiplier=1.0)
-    before = whole(model)
-    sizes = [0] * (dist.get_world_size() // 2)
-    private.step(own(batch_of("plain", 0, 0, False), sizes), losses_of)
-    return {n: (before[n] - p) * 6 / BOUND for n, p in whole(model).items()}
+def tensor_parallel():
+    """A layer that processes compute together, in all ways to train it."""
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "parts"))
 
+    def split(model=None):
+        model = Net().double() if model is None else model
+        parallelize_module(model.blocks[0], mesh["parts"], {"up": ColwiseParallel()})
+        return model
 
-def split_drawn():
-    """What a loader gives to the processes that compute a sample together."""
-    torch.manual_seed(dist.get_rank())
-    model = split("plain", mesh_of(dist.get_world_size()))
-    ids = torch.arange(24)[:, None].expand(24, 5) % 31
-    data = torch.utils.data.TensorDataset(ids)
-    private = Case("plain").private(model, dataset=data, poisson_sampling=True)
-    batches = [ids[:, 0].tolist() for (ids,) in private.loader]
-    return batches, private.optimizer.expected_batch_size
-
-
-def split_refusals():
-    found, mesh = {}, mesh_of(2)
-    private = Case("plain").private(split("plain", mesh))
-    batch = batch_of("plain", dist.get_rank(), 3, False)
-    batch = {key: x[:, :5] for key, x in batch.items()}
-    found["other samples"] = refusal(private.step, batch, losses_of)
-    model, batch = split("plain", mesh), batch_of("plain", 0, 3, False)
-    found["hooks"] = refusal(Case("plain", "hooks").private, model)
-    # The gain of up's input is whole, and each process's gradient of it is partial.
-    block = Block().double()
-    block.down.register_forward_pre_hook(lambda _, x: (x[0] * block.gain,))
-    block.gain = nn.Parameter(torch.ones((), dtype=torch.float64))
-    given = {"up": ColwiseParallel(), "down": RowwiseParallel()}
-    parallelize_module(block, mesh["parts"], given)
-    x = torch.randn(3, 2, 8, generator=torch.Generator().manual_seed(0)).double()
-    found["partial"] = refusal(
-        clipped_grads, lambda x: block(x).sum(), dict(block.named_parameters()), x, 1.0
+    ids, model = batch_of("plain", 0, 2, False)["ids"], split()
+    params, loss = dict(model.named_parameters()), lambda x: model(x).sum()
+    modes = *MODES, "hooks", "functorch"
+    found = {mode: refusal(Case("plain", mode).private, model) for mode in modes}
+    below = fully_shard(split(), mesh=mesh["data"])
+    found["below"] = refusal(Case("plain").private, below)
+    found["frozen"] = refusal(Case("plain").private, split(frozen().double()))
+    found["loss"] = refusal(clipped_grads, loss, params, ids, 1.0)
+    found["rows"] = refusal(per_sample_grads, loss, params, ids)
+    found["below loss"] = refusal(
+        clipped_grads, lambda x: below(x).sum(), below, ids, 1.0
     )
-    over = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).double()
-    parallelize_module(over, mesh["parts"], {"0": RowwiseParallel()})
-    fully_shard(over[0], mesh=mesh["data"])
-    fully_shard(over)
-    found["one mesh"] = refusal(make_private, over, "ghost_bk", batch_size=6)
-    shards = dict(sharded("plain").named_parameters())
-    found["shards"] = refusal(
-        clipped_grads, lambda x: model(x).sum(), shards, batch["ids"], 1.0
-    )
-    return found
-
-
-def by_plan(folder):
-    """transformers' own plans: tensor parallel, and experts of one batch."""
-    import transformers
-    from transformers.distributed import DistributedConfig
-
-    small = dict(vocab_size=31, hidden_size=16, intermediate_size=32, use_cache=False)
-    small.update(num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2)
-    small.update(head_dim=4, num_experts_per_tok=2, num_local_experts=4)
-    found = {}
-    for name, plan in (
-        ("Llama", {}),
-        ("Mixtral", {}),
-        ("GptOss", {"ep_size": 2}),
-        ("Qwen3", {}),
-    ):
-        torch.manual_seed(0)
-        config = getattr(transformers, f"{name}Config")(**small)
-        cls = getattr(transformers, f"{name}ForCausalLM")
-        model = cls(config).train()
-        if not dist.get_rank():
-            model.save_pretrained(f"{folder}/{name}")
-        dist.barrier()
-        plan = DistributedConfig(tp_size=2, **plan)
-        of_two = cls.from_pretrained(f"{folder}/{name}", distributed_config=plan)
-        batch = batch_of("gpt2", 0, 3, False)
-        grads = oracle(model, batch, losses_of)
-        expected = clipped_sum(grads, "flat", 0.01)
-
-        def step():
-            private = Case("gpt2").private(of_two.train(), max_grad_norm=0.01)
-            private.optimizer.zero_grad()
-            private.backward(batch, losses_of)
-            got = {n: p.grad for n, p in of_two.named_parameters()}
-            gaps = [
-                (x.full_tensor() if isinstance(x, DTensor) else x) - expected[n]
-                for n, x in got.items()
-            ]
-            found[name] = max(float(gap.abs().max()) for gap in gaps)
-
-        said = refusal(step)
-        found.setdefault(name, said)
     return found
 
 
@@ -741,7 +620,7 @@ def killed():
 
 
 def jobs(folder: str, processes: int):
-    cases = {2: TWO, 3: THREE, 4: []}[processes] + SPLIT.get(processes, [])
+    cases = {2: TWO, 3: THREE, 4: []}[processes]
     found = {str(case): lambda case=case: train(case) for case in cases}
     others = {
         2: {
@@ -754,19 +633,12 @@ def jobs(folder: str, processes: int):
             "refusals": refusals,
             "choices": choices,
             "late branch": late_branch,
-            "split noise": split_noise,
-            "split drawn": split_drawn,
-            "split refusals": split_refusals,
-            "by plan": lambda: by_plan(folder),
+            "tensor parallel": tensor_parallel,
             "changed": changed,
             "left out": left_out,
         },
         3: {"loaded": lambda: loaded(folder)},
-        4: {
-            "replicated": replicated,
-            "split noise": split_noise,
-            "split drawn": split_drawn,
-        },
+        4: {"replicated": replicated},
     }
     return {**found, **others[processes]}
 
@@ -814,58 +686,6 @@ def assert_equals_one_process(case: Case, group) -> None:
 @pytest.mark.parametrize("case", TWO, ids=str)
 def test_two_processes(case, two):
     assert_equals_one_process(case, two)
-
-
-@pytest.mark.parametrize("case", SPLIT[2], ids=str)
-def test_split_over_two_processes(case, two):
-    assert_equals_one_process(case, two)
-
-
-@pytest.mark.parametrize("case", SPLIT[4], ids=str)
-def test_split_over_two_of_four_processes(case, four):
-    assert_equals_one_process(case, four)
-
-
-def test_noise_of_what_is_split(two, four):
-    """The same in all processes, of std sigma C, and another one in each part."""
-    for group in (two, four):
-        first, *others = group.of("split noise")
-        for name, added in first.items():
-            assert all(torch.equal(added, other[name]) for other in others)
-        entries = torch.cat([x.flatten() for x in first.values()])
-        assert float(entries.std()) == pytest.approx(1, abs=0.15)
-        up = first["blocks.0.up.weight"]
-        assert not torch.equal(up[:4], up[5:])
-        assert len(entries.unique()) == len(entries)
-
-
-def test_processes_that_compute_together_draw_alike(two, four):
-    for group, size in ((two, 6), (four, 3)):
-        found = group.of("split drawn")
-        assert all(expected == size for _, expected in found)
-        pairs = [batches for batches, _ in found]
-        assert pairs[::2] == pairs[1::2] and len(pairs[0]) == 4
-        drawn = [sorted(sum(some, [])) for some in zip(*pairs[::2])]
-        assert all(len({*some}) == len(some) for some in drawn) and any(drawn)
-
-
-def test_what_is_split_is_refused_where_it_is_not_exact(two):
-    words = {
-        "other samples": "have different samples",
-        "hooks": "has whole gradients of every sample",
-        "partial": "gain, and different gradients of it",
-        "one mesh": "over processes that compute a sample together",
-        "shards": "Give the model itself if fully_shard",
-    }
-    for found in two.of("split refusals"):
-        for name, text in words.items():
-            assert text in found[name], found[name]
-
-
-def test_plans_of_transformers(two):
-    for found in two.of("by plan"):
-        assert "q_norm" in found.pop("Qwen3")
-        assert all(isinstance(x, float) and x < 1e-7 for x in found.values()), found
 
 
 @pytest.mark.parametrize("case", THREE, ids=str)
@@ -959,6 +779,16 @@ def test_refused(two):
         assert found["unchanged"]
     assert "Process 1 has failed in its forward pass" in first["batch"]
     assert "Process 1" not in second["batch"]
+
+
+def test_tensor_parallel_is_refused(two):
+    for found in two.of("tensor parallel"):
+        for name, said in found.items():
+            assert said.startswith(
+                "Refused: blocks.0.up.weight, of shape (10, 8)"
+            ), name
+            assert "Tensor parallelism is not supported" in said
+            assert "use fully_shard or DDP" in said
 
 
 def test_layers_that_are_chosen_are_refused(two):

@@ -1,6 +1,5 @@
 """Modules for people who build models: they train in every mode."""
 
-from opacus_ext.layers.linear_cross_entropy import LinearCrossEntropy, chunked_head
 from opacus_ext.layers.moe import (
     Experts,
     SwitchFeedForward,
@@ -17,12 +16,10 @@ from opacus_ext.re_attention.attention import (
 
 __all__ = [
     "Experts",
-    "LinearCrossEntropy",
     "SelfAttention",
     "SwitchFeedForward",
     "TopKFeedForward",
     "balancing_loss",
-    "chunked_head",
     "corrected_attention",
     "freeze_routers",
     "load_entropy",

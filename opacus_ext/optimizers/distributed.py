@@ -38,7 +38,6 @@ class _Distributed(Base):
     drawn = 0  # batches that the loader was asked for so far
     ahead_of_workers = 0  # the part of ``ahead`` that workers draw
     looks_ahead = 0  # a loader that Accelerate prepares is refused here
-    copies = 1  # processes that compute each sample together
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
@@ -149,15 +148,13 @@ class _Distributed(Base):
             self._generators[key] = torch.Generator(p.device).manual_seed(seed)
         return self._generators[key]
 
-    def _share(self, p: torch.nn.Parameter) -> Sequence[Tuple[Any, int]]:
+    def _share(self, p: Any) -> Sequence[Tuple[Any, int]]:
         """
         Returns the place of this process's share: its coordinate in each dimension of
         the mesh that cuts the parameter. Copies of a share have the same.
         """
         if group_of(p) is not None:
             return [("expert_parallel", self.rank)]
-        if not isinstance(p, DTensor):  # which all processes have
-            return []
         mesh = p.device_mesh
         names = mesh.mesh_dim_names or range(mesh.ndim)
         at = zip(names, mesh.get_coordinate(), p.placements)
@@ -176,8 +173,7 @@ class _Distributed(Base):
 
     def _is_sharded(self, p: torch.nn.Parameter) -> bool:
         """Returns True if each process adds the noise of its share of a parameter."""
-        shared_out = group_of(p) is not None or isinstance(p, DTensor)
-        return shared_out or self.copies > 1
+        return group_of(p) is not None or isinstance(p, DTensor)
 
     @property
     def sensitivity(self) -> float:

@@ -81,8 +81,7 @@ def refuse_split(model: nn.Module) -> None:
                 "experts), or only some layers were sharded.",
                 parameter=name,
                 remedy="Load it whole and give TrainingArguments(fsdp=True), or call "
-                "fully_shard on the whole model, last. To train it as it is call "
-                "make_private, in a loop of your own.",
+                "fully_shard on the whole model, last.",
             )
 
 

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from opacus_ext import GradSample, OneHot, workspace
 from opacus_ext.clipping import as_clipping_function
-from opacus_ext.grad_sample.core.clip import ClippedSum, GroupNorms
+from opacus_ext.grad_sample.core.clip import ClippedSum
 from opacus_ext.grad_sample.factors import grad_sample
 
 SHAPES = {1: (7,), 2: (5, 6), 3: (3, 4, 5)}
@@ -261,56 +261,6 @@ def test_cancelling_uses(kinds, forced_way, any_workspace):
     cached = got.cached_bytes  # in float32, and what is released is what was measured
     assert (total.norms <= (1e-3 if cached else 1e-9)).all()
     assert total.sums()["p"].norm() <= total.norms.sum()
-
-
-@pytest.mark.parametrize("widths", [(3, 4, 5), (1, 2)])
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("keep", [True, False])
-def test_uses_of_one_input(keep, size, widths, any_workspace, monkeypatch):
-    """Queries, keys and values; another parameter comes between them."""
-    monkeypatch.setattr(grad_sample, "of_blocks", lambda terms: math.inf)
-    rows, other = [torch.randn(*size, n).double() for n in (4, 6)]
-    # A view of the same memory each, as each layer has its own.
-    uses = [(torch.randn(*size, n).double(), rows[:]) for n in widths]
-    uses.insert(1, (torch.randn(*size, 2).double(), other))
-    uses.append((torch.randn(*size, 2).double(), rows + 1))
-    params = [torch.zeros(u.shape[2], x.shape[2]).double() for u, x in uses]
-    norms, samples, dense = GroupNorms(params, size[0], keep=keep), {}, []
-    for p, use in zip(params, uses):
-        samples[id(p)] = sample = GradSample(p.shape, size[0])
-        sample.add(*use)
-        norms.add(p, sample)
-        dense.append(torch.einsum("bti,btj->bij", *use))
-    found = norms.finish(samples)
-    assert_close(found.square(), sum(squared(g) for g in dense))
-    if keep:
-        factors = torch.rand(size[0]).double()
-        bad = torch.arange(size[0]) == 1
-        norms.drop(bad)
-        for total, g in zip(norms.weighted_sums(factors), dense):
-            expected = torch.einsum("b,bij->ij", factors.masked_fill(bad, 0), g)
-            assert_close(total, expected)
-
-
-@pytest.mark.parametrize("kind", ["negative", "wider"])
-def test_inputs_of_one_memory_that_differ(kind, monkeypatch):
-    """One is the other's negative, by a bit; or its backprops are of a wider type."""
-    monkeypatch.setattr(grad_sample, "of_blocks", lambda terms: math.inf)
-    z = torch.randn(3, 5, 4, dtype=torch.complex128)
-    inputs = [z.imag, z.conj().imag] if kind == "negative" else [z.real.float()] * 2
-    uses = [(torch.randn(3, 5, 4, dtype=x.dtype), x) for x in inputs]
-    if kind == "wider":
-        uses[1] = uses[1][0].double() / 3, uses[1][1]
-    params = [torch.zeros(4, 4).double() for _ in uses]
-    norms, samples = GroupNorms(params, 3), {}
-    for p, use in zip(params, uses):
-        samples[id(p)] = sample = GradSample(p.shape, 3)
-        sample.add(*use)
-        norms.add(p, sample)
-    dense = [torch.einsum("bti,btj->bij", u.double(), x.double()) for u, x in uses]
-    assert_close(norms.finish(samples).square(), sum(map(squared, dense)))
-    for total, g in zip(norms.weighted_sums(torch.ones(3).double()), dense):
-        assert_close(total, g.sum(0))
 
 
 @pytest.mark.parametrize("value", [math.inf, math.nan])

@@ -7,7 +7,6 @@ from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
 from opacus_ext.grad_sample.rules.experts import grouped_linear
-from opacus_ext.layers.linear_cross_entropy import linear_cross_entropy
 from tests.grad_samples.rule_case import (
     RuleCase,
     RuleTests,
@@ -26,10 +25,6 @@ def addmm(x, w, b):
 def by_experts(x, index, w):
     y = grouped_linear(x.flatten(0, -2), index.flatten(), w)
     return y.unflatten(0, index.shape)
-
-
-def head(x, ids, w, b):
-    return linear_cross_entropy(x, w, b, ids - 1, ())
 
 
 class TestLinear(RuleTests):
@@ -57,10 +52,6 @@ class TestFunctions(RuleTests):
         "einsum": RuleCase(
             op(lambda x, w: torch.einsum("btd,edh->bteh", x, w), (2, 3, 2)),
             rows(3),
-        ),
-        "head": RuleCase(
-            op(head, (6, 4), (6,)),
-            lambda B, T: (torch.randn(B, T, 4), torch.randint(6, (B, T))),
         ),
         "experts": RuleCase(
             op(by_experts, (3, 4, 2)),

@@ -347,8 +347,7 @@ class PrivateModel:
         reason = None
         if not self.compiles:
             reason = (
-                'it is for modes "ghost", "ghost_bk" and "auto", without fully_shard '
-                "and parallelize_module"
+                'it is for modes "ghost", "ghost_bk" and "auto", without fully_shard'
             )
         elif inputs.trained:
             reason = "gradients of its inputs are asked for"

@@ -18,7 +18,6 @@ from opacus_ext.grad_sample.core.gradients import SMALL, GradSamples, gradients_
 from opacus_ext.grad_sample.factors import (
     ROUNDING,
     GradSample,
-    SharedRows,
     Squares,
     dtype_of,
     full_precision,
@@ -52,57 +51,23 @@ class GroupNorms:
         self._places: list[int] = []  # parameters whose gradients are concatenated
         self._rows: T | None = None
         self._squares: dict[int, Squares] = {}
-        self._added: set[int] = set()  # ids of the parameters that were added
-        # Parameters whose uses have one input: the last ones with it, and all.
-        self._last: list[tuple[T, GradSample, T]] = []
-        self._shared: dict[int, tuple[SharedRows, int]] = {}
         self._wide = False  # True if some gradients are sums of bfloat16 products
         self._budget = workspace() if keep else 0
 
     def add(self, p: T, sample: GradSample) -> None:
         """Adds a parameter's gradients; small ones are left to :meth:`finish`."""
         if sample.numel > SMALL or sample.flat() is None:
-            self._add(p, sample)
-
-    def _add(self, p: T, sample: GradSample) -> None:
-        self._added.add(id(p))
-        term = None if self.per_parameter else SharedRows.term_of(sample)
-        if term is None:
             self._square(p, sample)
-            return
-        if self._last and not _is_same(term.dense[1], self._last[0][2]):
-            self._add_last()
-        self._last.append((p, sample, term.dense[1]))
-
-    def _add_last(self) -> None:
-        """Computes the norms of the last parameters with one input, together."""
-        last, self._last = self._last, []
-        shared = SharedRows([sample for _, sample, _ in last])
-        squares = shared.squares(self._budget) if len(last) > 1 else None
-        if squares is None:
-            for p, sample, _ in last:
-                self._square(p, sample)
-            return
-        for i, (p, sample, _) in enumerate(last):
-            self._shared[id(p)] = shared, i
-            self._wide |= sample.sums_wide
-            if not self.keep:
-                sample.clear()
-        self._squares[id(p)] = self._placed(squares)
-
-    def _placed(self, squares: Squares) -> Squares:
-        """Converts squares to the device and dtype of the norms."""
-        values, least = squares
-        kind: Any = self.params[0].device, self.dtype
-        return Squares(values.to(*kind), None if least is None else least.to(*kind))
 
     def _square(self, p: T, sample: GradSample) -> None:
-        squares = sample.squares(cache=self._budget)
+        values, least = sample.squares(cache=self._budget)
         self._wide |= sample.sums_wide
         self._budget -= sample.cached_bytes
         if not self.keep:
             sample.clear()
-        self._squares[id(p)] = self._placed(squares)
+        kind: Any = self.params[0].device, self.dtype
+        least = None if least is None else least.to(*kind)
+        self._squares[id(p)] = Squares(values.to(*kind), least)
 
     def finish(self, samples: GradSamples) -> T:
         """Returns the norms; missing parameters have a gradient of zero."""
@@ -112,10 +77,8 @@ class GroupNorms:
         like, places = self.params[0], {*self._places}
         for i, p in enumerate(self.params):
             key = id(p)
-            if key in samples and key not in self._added and i not in places:
-                self._add(p, samples[key])
-        if self._last:
-            self._add_last()
+            if key in samples and key not in self._squares and i not in places:
+                self._square(p, samples[key])
         kind: Any = dict(dtype=self.dtype, device=like.device)
         found = []
         if self._rows is not None:
@@ -165,7 +128,7 @@ class GroupNorms:
         rows, device = {}, self.params[0].device
         for i, p in enumerate(self.params):
             key = id(p)
-            if key not in self.samples or key in self._added:
+            if key not in self.samples or key in self._squares:
                 continue
             sample = self.samples[key]
             if sample.numel <= SMALL:
@@ -201,16 +164,10 @@ class GroupNorms:
                 total = factors.to(self._rows) @ self._rows
             sizes = [self.params[i].numel() for i in self._places]
             small = dict(zip(self._places, total.split(sizes)))
-        found: dict[SharedRows, list[T]] = {}
         for i, p in enumerate(self.params):
             key = id(p)
             if i in small:
                 yield small[i].view(p.shape)
-            elif key in self._shared:
-                shared, place = self._shared[key]
-                if shared not in found:
-                    found[shared] = shared.weighted_sums(factors.to(p.device))
-                yield found[shared][place].view(p.shape)
             elif key in self.samples:
                 own = factors[i] if factors.ndim > 1 else factors
                 yield self.samples[key].weighted_sum(own.to(p.device))
@@ -293,17 +250,6 @@ class Clipped(NamedTuple):
 
 def _sum(one: T | None, two: T | None) -> T | None:
     return one if two is None else two if one is None else one + two.to(one)
-
-
-def _is_same(x: T, y: T) -> bool:
-    """Returns True if two tensors are known to be the same memory."""
-    if x is y or torch.compiler.is_compiling():
-        return x is y
-    return (
-        x.data_ptr() == y.data_ptr()
-        and (x.shape, x.stride(), x.dtype) == (y.shape, y.stride(), y.dtype)
-        and (x.device, x.is_neg()) == (y.device, y.is_neg())
-    )
 
 
 def clipping_factors(
@@ -545,8 +491,7 @@ class ClippedSum:
         """Adds the gradient of one sample, given by the ids of the parameters."""
         used = [i for i, p in enumerate(self.params) if id(p) in by_id]
         self.reached |= bool(used)
-        given = [(self.params[i], by_id[id(self.params[i])]) for i in used]
-        dense = [upcast(self._own(p, g)) for p, g in given]
+        dense = [upcast(by_id[id(self.params[i])]) for i in used]
         norms, bad = self._norms_alone(used, norm_of_each(dense)), None
         rows = torch.tensor([row], device=norms.device)
         norms = norms if self.per_parameter else norms.norm(dim=0)
@@ -571,15 +516,7 @@ class ClippedSum:
         norms = self.norms.new_zeros(len(self.params), 1, dtype=dtype)
         if used:
             norms[used, 0] = torch.stack([n.to(norms) for n in each])
-        return _over(self._whole_norms(norms), self.scale)
-
-    def _own(self, p: T, grad: T) -> T:
-        """Returns what this process has of a parameter's gradient."""
-        return grad
-
-    def _whole_norms(self, norms: T) -> T:
-        """Returns the norms ``[parameters, 1]`` of whole gradients."""
-        return norms
+        return _over(norms, self.scale)
 
     def _add_dense(self, places: list[int], dense: list[T], factor: float) -> None:
         """Adds a multiple of gradients of the parameters at some places."""

@@ -25,7 +25,6 @@ from opacus_ext.grad_sample.core.clip import (
 from opacus_ext.grad_sample.core.gradients import (
     gradients_alone,
     gradients_of_group,
-    graph_of,
     no_autocast,
     refuse_hooks,
     unchanged,
@@ -44,8 +43,8 @@ from opacus_ext.grad_sample.core.sharded import (
     Shards,
     in_rounds,
     is_of_nobody,
+    refuse_tensor_parallel,
 )
-from opacus_ext.grad_sample.core.split import SplitSum, check_same_samples, split_mesh
 from opacus_ext.grad_sample.core.traced import TracedGroup
 from opacus_ext.grad_sample.factors import dtype_of, tf32_settings
 from opacus_ext.grad_sample.rules import NotAtOnce
@@ -185,7 +184,7 @@ def clipped_grads(
     """
     shards = _shards_of(params) if isinstance(params, FSDPModule) else None
     every: Mapping[str, T] = params if shards is None else shards.gathered
-    trained, mesh = _trained(every, microbatch), split_mesh(every.values())
+    trained = _trained(every, microbatch)
     clip = as_clipping_function(clipping)
     check_parameters(clip, len(trained))
     if on_nonfinite not in ("drop", "raise"):
@@ -194,19 +193,16 @@ def clipped_grads(
             parameter="on_nonfinite",
         )
     samples, size = samples_of(batch, take)
-    if mesh is not None:
-        check_same_samples(mesh, samples)
     if torch.compiler.is_compiling():
         left_out = take is None, microbatch is None, on_nonfinite == "drop"
         check_compiled(left_out)
         return _clipped_traced(loss, trained, samples[0], clip)
     given = trained, size, clip, on_nonfinite
-    total: Any = ClippedSum(*given) if mesh is None else SplitSum(mesh, *given)
+    total = ClippedSum(*given)
     run = _Losses(loss, trained, total)
     if shards is not None:
         total = ShardedSum(shards.gathered, shards.own, *given[1:])
         run = _ShardedLosses(loss, trained, total, shards.rounds)
-    run.is_split = mesh is not None
     losses, aux = run.compute(samples, microbatch)
     if shards is None:  # other processes may have reached some
         refuse_no_graph(total, size)
@@ -237,13 +233,6 @@ def per_sample_grads(
                 [0.3000, 0.4000]])
     """
     trained = _trained(params, microbatch)
-    if split_mesh(params.values()) is not None:
-        raise Refused(
-            "Parameters are split over processes (DTensors), which have no whole "
-            "gradients.",
-            parameter="params",
-            remedy="Call clipped_grads.",
-        )
     samples, size = samples_of(batch, take)
     total = DenseGrads(trained, size)
     losses, aux = _Losses(loss, trained, total).compute(samples, microbatch)
@@ -264,6 +253,7 @@ def _trained(params: Mapping[str, T], microbatch: int | None) -> dict[str, T]:
             f"microbatch is a number of samples, got {microbatch!r}.",
             parameter="microbatch",
         )
+    refuse_tensor_parallel(params)
     trained = {n: p for n, p in params.items() if p.requires_grad}
     names: dict[int, str] = {}
     if not torch.compiler.is_compiling():  # where no hook is called
@@ -296,7 +286,6 @@ class _Losses:
     """The losses of one call, whose gradients are added to ``total``."""
 
     group: Callable[..., SampleGroup] = SampleGroup
-    is_split = False  # True if processes compute a sample together
 
     def __init__(
         self, loss: Loss, params: dict[str, T], total: ClippedSum | DenseGrads
@@ -315,8 +304,7 @@ class _Losses:
             alone.add(code)
             warn_one_by_one("The loss", reason)
 
-        one_by_one = self.is_split or code in alone
-        way: dict = dict(microbatch=microbatch, one_by_one=one_by_one, warn=warn)
+        way: dict = dict(microbatch=microbatch, one_by_one=code in alone, warn=warn)
         with unchanged(self.params):
             self.run(samples, **way)
         if not self._groups:
@@ -369,16 +357,8 @@ class _Losses:
 
     def add_one(self, row: T, loss: T) -> None:
         """Adds the gradient of one sample."""
-        leaves = graph_of([loss])[0] if self.is_split else []
         given = [loss], [torch.ones_like(loss)], self.params, self.names
-        grads = gradients_alone(*given)
-        if leaves and not grads:
-            raise Refused(
-                "The loss uses parameters, and none of those that were given.",
-                parameter="params",
-                remedy="Give the model itself if fully_shard has sharded it.",
-            )
-        self.total.add_one(int(row), grads)
+        self.total.add_one(int(row), gradients_alone(*given))
 
     def _keep(self, rows: T | None, found: list[T], spec: Any) -> None:
         self._groups.append((rows, [x.detach() for x in found], spec))

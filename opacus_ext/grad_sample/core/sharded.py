@@ -21,13 +21,12 @@ from typing import Any, Callable, Iterable, Iterator, Mapping, Sequence
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Shard
 
+from opacus_ext.grad_sample.core.clip import ClippedSum
 from opacus_ext.grad_sample.core.group import BranchesDiffer
 from opacus_ext.grad_sample.core.groups import Samples, put_back, why, written
-from opacus_ext.grad_sample.core.split import SplitSum, as_split, split_mesh
 from opacus_ext.refused import (
     STAGES,
     ProcessFailure,
@@ -307,10 +306,8 @@ class Shards:
         self.shards: dict[str, Any] = dict(module.named_parameters())
         self.own = {n: p for n, p in self.shards.items() if p.requires_grad}
         self.gathered = gathered(module, units)
-        self.mesh = split_mesh(self.gathered.values())
-        if self.mesh is not None:
-            self._refuse_sums_within(self.mesh)
-        self._refuse_others(1 if self.mesh is None else self.mesh.size())
+        refuse_tensor_parallel(self.gathered)
+        self._refuse_others()
         self.rounds = Rounds(units)
 
     def refuse_changes(self) -> None:
@@ -324,10 +321,10 @@ class Shards:
                     remedy="Freeze parameters before fully_shard.",
                 )
 
-    def _refuse_others(self, together: int) -> None:
+    def _refuse_others(self) -> None:
         """Refuses shards of fewer processes than there are."""
         for name, p in self.own.items():
-            count = _mesh_of_data(p, self.gathered[name]).size() * together
+            count = p.device_mesh.size()
             if count != dist.get_world_size():
                 raise Refused(
                     f"{name} is sharded by fully_shard over {count} of "
@@ -337,23 +334,27 @@ class Shards:
                     remedy="Give fully_shard a mesh of all processes.",
                 )
 
-    def _refuse_sums_within(self, mesh: DeviceMesh) -> None:
-        """Refuses shards over processes that compute a sample together."""
-        together = {*mesh.mesh.flatten().tolist()}
-        for name, p in self.own.items():
-            ranks = _mesh_of_data(p, self.gathered[name]).mesh.flatten().tolist()
-            if len(together & {*ranks}) > 1:
-                raise Refused(
-                    f"{name} is sharded by fully_shard over processes that compute a "
-                    "sample together, by parts of other parameters (experts, say).",
-                    parameter=name,
-                    remedy="Take one dimension of a DeviceMesh for fully_shard, and "
-                    "another one for what is split within a computation.",
-                )
+
+def refuse_tensor_parallel(params: Mapping[str, T]) -> None:
+    """
+    Refuses parameters of which a process has only a part while it computes: their
+    per-sample gradients and norms would be those of the part.
+    """
+    for name, p in params.items():
+        if isinstance(p, DTensor):
+            raise Refused(
+                f"{name}, of shape {tuple(p.shape)}, is a DTensor within the "
+                "computation of a sample. Tensor parallelism is not supported.",
+                parameter=name,
+                module=name.rpartition(".")[0] or None,
+                remedy="Leave parallelize_module (a tp_plan, tp_size or ep_size of "
+                "transformers) out, and use fully_shard or DDP. Give clipped_grads "
+                "the model itself if fully_shard has sharded it.",
+            )
 
 
 def refuse_shards(name: str, module: nn.Module, units: Sequence[FSDPModule]) -> None:
-    """Refuses parameters that are not sharded, or are split within a computation."""
+    """Refuses parameters that are not sharded by ``fully_shard``."""
     if not units or units[0] is not module:
         raise Refused(
             f"{name} has parts that are sharded by fully_shard, and is not itself.",
@@ -395,7 +396,7 @@ def gathered(module: nn.Module, units: Sequence[FSDPModule]) -> dict[str, nn.Par
     return found
 
 
-class ShardedSum(SplitSum):
+class ShardedSum(ClippedSum):
     """
     The clipped sum over the samples of all processes, of which each has its shards.
 
@@ -406,8 +407,7 @@ class ShardedSum(SplitSum):
     """
 
     def __init__(self, gathered: Mapping[str, T], params: dict[str, Any], *given: Any):
-        mesh = split_mesh(gathered.values())  # None if all are whole
-        super().__init__(mesh, {name: gathered[name] for name in params}, *given)
+        super().__init__({name: gathered[name] for name in params}, *given)
         self.shards: list[DTensor] = list(params.values())
         self._sums: dict[str, T] = {}
 
@@ -425,8 +425,7 @@ class ShardedSum(SplitSum):
         totals = (_whole(p, total) for p, total in zip(self.params, sums))
         for bucket in in_buckets(totals):
             own = [next(places) for _ in bucket]
-            pairs = [(self.shards[i], self.params[i]) for i in own]
-            for i, new in zip(own, reduced(pairs, bucket)):
+            for i, new in zip(own, reduced([self.shards[i] for i in own], bucket)):
                 old = self._sums.get(self.names[i])
                 self._sums[self.names[i]] = new if old is None else old.add_(new)
 
@@ -437,21 +436,12 @@ class ShardedSum(SplitSum):
         return self._sums
 
 
-def _mesh_of_data(p: DTensor, gathered: T) -> DeviceMesh:
-    """Returns the mesh over which ``fully_shard`` has sharded a parameter."""
-    mesh = p.device_mesh
-    if not isinstance(gathered, DTensor):
-        return mesh
-    return mesh[tuple(mesh.mesh_dim_names[: mesh.ndim - gathered.device_mesh.ndim])]
-
-
 def _whole(p: T, total: T | None) -> T:
     """Returns a sum in float32 or wider, as rounding it may exceed the noise."""
-    own = p.to_local() if isinstance(p, DTensor) else p
     dtype = torch.promote_types(p.dtype, torch.float32)
     if total is None:
-        return torch.zeros(own.shape, dtype=dtype, device=own.device)
-    return total.to(own.device, dtype)
+        return torch.zeros(p.shape, dtype=dtype, device=p.device)
+    return total.to(p.device, dtype)
 
 
 def in_buckets(tensors: Iterable[T]) -> Iterator[list[T]]:
@@ -468,21 +458,21 @@ def in_buckets(tensors: Iterable[T]) -> Iterator[list[T]]:
         yield bucket
 
 
-def reduced(pairs: Sequence[tuple[DTensor, T]], totals: Sequence[T]) -> list[T]:
+def reduced(shards: Sequence[DTensor], totals: Sequence[T]) -> list[T]:
     """
     Sums over all processes, each of which keeps its shards of the sums: by one
     collective where all are cut along dim 0, as by default.
 
     Args:
-        pairs: shards of parameters, with these as they are gathered
+        shards: of the parameters
         totals: sums of this process
     """
-    mesh = pairs[0][0].device_mesh
+    mesh = shards[0].device_mesh
     plain = mesh.ndim == 1 and all(
-        p.placements == (Shard(0),) and p.device_mesh == mesh for p, _ in pairs
+        p.placements == (Shard(0),) and p.device_mesh == mesh for p in shards
     )
     if not plain:
-        return [_reduced(*pair, x) for pair, x in zip(pairs, totals)]
+        return [_reduced(p, x) for p, x in zip(shards, totals)]
     count, rows = mesh.size(), []
     for x in totals:
         over = -len(x) % count
@@ -491,18 +481,21 @@ def reduced(pairs: Sequence[tuple[DTensor, T]], totals: Sequence[T]) -> list[T]:
     whole = DTensor.from_local(torch.cat(rows, 1), mesh, [Partial()])
     own = whole.redistribute(placements=[Shard(0)]).to_local()
     found = []
-    for (p, _), part in zip(pairs, own.split([x.shape[1] for x in rows], dim=1)):
+    for p, part in zip(shards, own.split([x.shape[1] for x in rows], dim=1)):
         shape = p.to_local().shape
         part = part.reshape(-1)[: shape.numel()].view(shape)
-        found.append(as_split(p, part))
+        found.append(_as_shard(p, part))
     return found
 
 
-def _reduced(p: DTensor, gathered: T, total: T) -> T:
-    """Sums over the processes with other samples: the mesh of ``fully_shard``."""
-    mesh = _mesh_of_data(p, gathered)
-    kinds = p.placements[: mesh.ndim]  # those within a computation follow
-    # A strided shard is one along the same dim of what is split already.
-    kinds = [k if isinstance(k, Replicate) else Shard(k.dim) for k in kinds]
+def _reduced(p: DTensor, total: T) -> T:
+    """Sums over the processes of a mesh of any number of dimensions."""
+    mesh = p.device_mesh
     whole = DTensor.from_local(total, mesh, [Partial()] * mesh.ndim)
-    return as_split(p, whole.redistribute(placements=kinds).to_local())
+    return _as_shard(p, whole.redistribute(placements=p.placements).to_local())
+
+
+def _as_shard(p: DTensor, part: T) -> T:
+    """Returns this process's part of a sum as a shard, as its parameter is one."""
+    size: Any = dict(shape=p.shape, stride=p.stride())
+    return DTensor.from_local(part, p.device_mesh, p.placements, **size)

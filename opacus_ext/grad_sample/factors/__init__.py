@@ -13,7 +13,6 @@ embedding (DPFormer, claim 4.1, whose printed square on the first term is a misp
 from opacus_ext.grad_sample.factors.grad_sample import (
     GradSample,
     OuterProducts,
-    SharedRows,
     Term,
 )
 from opacus_ext.grad_sample.factors.rows import (
@@ -33,7 +32,7 @@ from opacus_ext.grad_sample.factors.rows import (
     workspace,
 )
 
-__all__ = ["Factor", "GradSample", "OneHot", "OuterProducts", "SharedRows", "Term"]
+__all__ = ["Factor", "GradSample", "OneHot", "OuterProducts", "Term"]
 __all__ += ["dtype_of", "full_precision", "rounded_down", "tf32_settings", "upcast"]
 __all__ += ["Squares", "norm_of_each", "sample_norms", "scaled_norms", "square_sum"]
 __all__ += ["ROUNDING", "workspace"]

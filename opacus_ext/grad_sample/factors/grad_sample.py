@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Iterator, Sequence
+from typing import Any, Iterator, Sequence
 
 import torch
 
@@ -15,7 +15,6 @@ from opacus_ext.grad_sample.factors.places import (
     square_of_sums,
 )
 from opacus_ext.grad_sample.factors.rows import (
-    Beside,
     Factor,
     OneHot,
     Squares,
@@ -56,18 +55,13 @@ class Term:
         dtype: the dtype in which norms are accumulated, float32 or wider
         flat: the gradients, if they are materialized already; else None
         onehot: its one-hot factors
-        sliced: True if even one sample's rows may exceed the memory, so that all
-            operations are done by parts. Such a term has ``length``, :meth:`part` and
-            :meth:`without`
     """
 
     batch_size: int
     device: torch.device
     dtype: torch.dtype
-    length: int
     flat: T | None = None
     onehot: Sequence[OneHot] = ()
-    sliced = False
 
     def materialize(self, dtype: torch.dtype, out: T | None = None) -> T:
         """Returns the gradients ``[B, numel]``, added in place to ``out`` if given."""
@@ -96,10 +90,6 @@ class Term:
     def resolved(self) -> OuterProducts:
         """Returns the same gradients as a term whose rows are in memory."""
         return OuterProducts(self.materialize(self.dtype).unsqueeze(1))
-
-    def part(self, shape: torch.Size, samples: slice, rows: slice) -> OuterProducts:
-        """Returns the gradients of some samples and some rows of the parameter."""
-        return self.resolved().part(shape, samples, rows)
 
 
 class OuterProducts(Term):
@@ -256,11 +246,12 @@ class OuterProducts(Term):
             norms[0] = norms[0] * math.sqrt(self.length)
         return functools.reduce(torch.mul, norms)
 
-    def part(self, shape: torch.Size, samples: slice, rows: slice) -> OuterProducts:
-        some = [cut(f, samples) for f in self.factors]
+    def part(self, shape: torch.Size, rows: slice) -> OuterProducts:
+        """Returns the gradients of some rows of the parameter, of this shape."""
+        some = list(self.factors)
         first = some[0]
         if self.widths[0] != shape[0]:  # the factor covers several axes
-            whole = OuterProducts(*some).materialize(self.dtype)
+            whole = self.materialize(self.dtype)
             return OuterProducts(whole.view(-1, 1, *shape)[:, :, rows].flatten(2))
         if not isinstance(first, OneHot):
             return OuterProducts(first[:, :, rows], *some[1:])
@@ -425,12 +416,9 @@ class GradSample:
 
     def materialize(self) -> T:
         """Returns the per-sample gradients ``[B, *shape]``."""
+        if not self._terms:
+            return self._zeros(self.batch_size, *self.shape)
         out = None
-        if self._by_parts:
-            out = self._zeros(self.batch_size, *self.shape)
-            for samples, rows, part in self._slices():
-                out[samples, rows] = part.materialize()
-            return out
         with full_precision(self._terms[0].device):
             dtype = self._dtype
             for term in self._in_order():
@@ -442,12 +430,9 @@ class GradSample:
         Returns ``sum_b weights[b] * G[b]``, ``[*shape]``, without per-sample gradients;
         ``weights [B]`` are for example clipping factors.
         """
+        if not self._terms:
+            return self._zeros(*self.shape)
         total = None
-        if self._by_parts:
-            total = self._zeros(*self.shape)
-            for samples, rows, part in self._slices():
-                total[rows] += part.weighted_sum(weights[samples])
-            return total
         with full_precision(self._terms[0].device):
             dtype = self._dtype
             for term in self._in_order():
@@ -493,16 +478,8 @@ class GradSample:
         if not all([isinstance(t, OuterProducts) for t in self._terms]):
             if self.batch_size * self.numel * self._dtype.itemsize <= cache:
                 return self._cache(self)
-            if not self._by_parts and len(self._terms) == 1:
+            if len(self._terms) == 1:
                 return self._terms[0].squares()
-        if self._by_parts:
-            values, least = self._zeros(self.batch_size), self._zeros(self.batch_size)
-            for samples, _, part in self._slices():
-                found = part.squares()
-                values[samples] += found.values
-                if found.least is not None:
-                    least[samples] += found.least
-            return Squares(values, least)
         merged = self._merged() if len(self._terms) > 1 else self
         terms: Sequence[OuterProducts] = merged._terms
         if len(terms) == 1 and terms[0].length == 1:
@@ -515,7 +492,7 @@ class GradSample:
                 return _square_by_groups(terms[0])
         if grams > blocks:
             size = functools.reduce(torch.add, [t.size() for t in terms])
-            values = sum(square_sum(x.materialize()) for _, _, x in merged._blocks())
+            values = sum(square_sum(x.materialize()) for x in merged._blocks())
             return Squares(values, least_of_entries(size, self._dtype))
         each = [t.squares() for t in terms]
         for i, u in enumerate(terms):
@@ -527,14 +504,11 @@ class GradSample:
     def exact_norms(self) -> T:
         """Returns the norms ``[B]`` of materialized gradients, however large."""
         norms = self._zeros(self.batch_size)
-        if self._by_parts:
-            parts = self._slices()
-        else:
+        if self._terms:
             terms = [t.resolved() for t in self._terms]
-            parts = _sum_of(terms, self.shape, self.batch_size)._blocks()
-        for samples, _, part in parts:
-            found = scaled_norms(part.materialize().flatten(1))
-            norms[samples] = torch.hypot(norms[samples], found)
+            for block in _sum_of(terms, self.shape, self.batch_size)._blocks():
+                of_block = scaled_norms(block.materialize().flatten(1))
+                norms = torch.hypot(norms, of_block)
         return norms
 
     def drop(self, samples: T) -> None:
@@ -583,7 +557,7 @@ class GradSample:
         merged = [OuterProducts(*map(joined, columns)) for columns in each]
         return _sum_of(merged, self.shape, self.batch_size)
 
-    def _blocks(self) -> Iterator[tuple[slice, slice, GradSample]]:
+    def _blocks(self) -> Iterator[GradSample]:
         """Yields some rows of the parameter, which are cheap to materialize."""
         first, bound = self._terms[0], workspace()
         if first.device.type == "cpu":
@@ -593,95 +567,17 @@ class GradSample:
         size = self.batch_size * self.numel
         count = max(4 if several and size > _SMALL else 1, size * 8 // bound)
         step = max(1, math.ceil(self.shape[0] / count))
-        yield from self._parts(step, self.batch_size)
-
-    # -- parts -------------------------------------------------------------------------
-
-    @property
-    def _by_parts(self) -> bool:
-        """True if all operations are done by parts; also if there are no terms."""
-        for term in self._terms:
-            if term.sliced:
-                return True
-        return not self._terms
-
-    def _slices(self) -> Iterator[tuple[slice, slice, GradSample]]:
-        """Yields parts that fit into the workspace."""
-        for term in (t for t in self._terms if t.sliced):
-            count = max(1, workspace() // (max(1, term.length) * term.dtype.itemsize))
-            step = min(self.shape[0], max(64, count))
-            yield from self._parts(step, max(1, count // step))
-            break
-
-    def _parts(self, step: int, some: int) -> Iterator[tuple[slice, slice, GradSample]]:
-        """Yields gradients of ``some`` samples and ``step`` rows of the parameter."""
         for start, stop in steps(self.shape[0], step):
             shape = torch.Size((stop - start, *self.shape[1:]))
-            for first, last in steps(self.batch_size, some):
-                samples, rows = slice(first, last), slice(start, stop)
-                terms = [t.part(self.shape, samples, rows) for t in self._terms]
-                yield samples, rows, _sum_of(terms, shape, last - first)
+            terms: Any = self._terms  # each is resolved
+            parts = [t.part(self.shape, slice(start, stop)) for t in terms]
+            yield _sum_of(parts, shape, self.batch_size)
 
 
 def _sum_of(terms: Sequence[Term], shape: torch.Size, size: int) -> GradSample:
     found = GradSample(shape, size)
     found._terms = list(terms)
     return found
-
-
-class SharedRows:
-    """
-    The gradients of several parameters whose uses have one input, as those of queries,
-    keys and values have. The Gram matrix of the input, and its weighted rows, are
-    computed once.
-
-    Args:
-        samples: the gradients, each with a :meth:`term_of`; the last factors are equal
-    """
-
-    def __init__(self, samples: Sequence[GradSample]):
-        self.samples = samples
-
-    @staticmethod
-    def term_of(sample: GradSample) -> OuterProducts | None:
-        """Returns the only term, if it has two dense factors and several rows."""
-        term = sample._terms[0] if len(sample._terms) == 1 else None
-        if not isinstance(term, OuterProducts) or term.onehot or term.length == 1:
-            return None
-        return term if len(term.dense) == 2 else None
-
-    @property
-    def _terms(self) -> list[OuterProducts]:
-        return [x for x in map(self.term_of, self.samples) if x is not None]
-
-    @property
-    def _dtype(self) -> torch.dtype:
-        return dtype_of(*(x.dtype for x in self._terms))
-
-    def squares(self, cache: int) -> Squares | None:
-        """
-        Returns the sum of squared norms; None if they are cheaper one by one. See
-        :meth:`GradSample.squares`.
-        """
-        terms = self._terms
-        for x in terms:
-            cost = of_grams([x])
-            if cost > of_blocks([x]) or worth_caching([x], cache, cost):
-                return None
-        factors = Beside(tuple(x.dense[0] for x in terms)), terms[0].dense[1]
-        with full_precision(terms[0].device):
-            return inner(factors, None, self._dtype)
-
-    def weighted_sums(self, weights: T) -> list[T]:
-        """Returns :meth:`GradSample.weighted_sum` of each parameter."""
-        terms = self._terms
-        rows, dtype = terms[0].dense[1], self._dtype
-        wider = rows.shape[2] > sum(x.dense[0].shape[2] for x in terms)
-        if wider or weights.dtype == torch.bfloat16:
-            return [sample.weighted_sum(weights) for sample in self.samples]
-        rows = (rows.to(dtype) * weights.to(dtype)[:, None, None]).flatten(0, 1)
-        with full_precision(rows.device):
-            return [x.dense[0].to(dtype).flatten(0, 1).mT @ rows for x in terms]
 
 
 def _square_by_groups(term: OuterProducts) -> Squares:

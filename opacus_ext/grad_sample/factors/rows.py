@@ -39,21 +39,13 @@ class OneHot(NamedTuple):
 Factor = Union[T, OneHot]  # dense rows are [B, T, width]
 
 
-class Beside(NamedTuple):
-    """Rows of dense factors side by side, ``[B, T, sum of widths]``."""
-
-    parts: tuple[T, ...]
-
-
 def entries(factor: Factor) -> T:
     """Returns ``[B, T, ...]``: the index of one-hot rows, or the dense rows."""
     return factor.index if type(factor) is OneHot else factor
 
 
-def cut(factor: Any, where: Any) -> Any:
+def cut(factor: Factor, where: Any) -> Factor:
     """Indexes the rows of a factor."""
-    if isinstance(factor, Beside):
-        return Beside(tuple(x[where] for x in factor.parts))
     rows = entries(factor)[where]
     return OneHot(rows, factor.size) if isinstance(factor, OneHot) else rows
 
@@ -314,12 +306,11 @@ def _changed(settings: list[tuple]) -> Iterator[None]:
 
 
 def inner(
-    left: Sequence[Any], right: Sequence[Any] | None, dtype: torch.dtype
+    left: Sequence[Factor], right: Sequence[Factor] | None, dtype: torch.dtype
 ) -> Squares:
     """
     Returns ``sum_{t,t'} prod_k <left_k[t], right_k[t']>`` for each sample, computed in
-    chunks of t that fit into the workspace. The last factors are not side by side. If
-    ``right`` is None it equals ``left``.
+    chunks of t that fit into the workspace. If ``right`` is None it equals ``left``.
     """
     first, symmetric = entries(left[-1]), right is None
     batch_size, rows = first.shape[:2]
@@ -350,11 +341,9 @@ def inner(
     return Squares(total, absolute * (units * torch.finfo(dtype).eps))
 
 
-def _width_of_wide(factor: Any) -> int:
+def _width_of_wide(factor: Factor) -> int:
     """Returns the width of rows that :func:`sums_wide` is true for, or 0."""
-    parts = factor.parts if isinstance(factor, Beside) else (factor,)
-    widths = [x.shape[2] for x in parts if isinstance(x, T) and sums_wide(x)]
-    return max(widths, default=0)
+    return factor.shape[2] if isinstance(factor, T) and sums_wide(factor) else 0
 
 
 def chunk(rows: int, device: torch.device) -> int:
@@ -362,16 +351,8 @@ def chunk(rows: int, device: torch.device) -> int:
     return max(128 if device.type == "cpu" else 512, math.ceil(rows / 4))
 
 
-def _gram(f: Any, g: Any, dtype: torch.dtype) -> T:
+def _gram(f: Factor, g: Factor, dtype: torch.dtype) -> T:
     """Returns ``<f[t], g[t']>`` as ``[B, T, T']``."""
-    if type(f) is Beside:
-        total = _gram(f.parts[0], g.parts[0], dtype)
-        for x, y in zip(f.parts[1:], g.parts[1:]):
-            if sums_wide(x, y):
-                total += times(x, y.mT, dtype)
-            else:
-                total.baddbmm_(x.to(dtype), y.to(dtype).mT)
-        return total
     if type(f) is OneHot and type(g) is OneHot:
         return (f.index[:, :, None] == g.index[:, None, :]).to(dtype)
     if type(f) is OneHot:

@@ -17,11 +17,10 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from opacus_ext.grad_sample.adapter.forward import ForwardRecord
 from opacus_ext.grad_sample.adapter.model import PrivateModel
 from opacus_ext.grad_sample.core.dynamo import settings_of
-from opacus_ext.grad_sample.core.sharded import refuse_shards
+from opacus_ext.grad_sample.core.sharded import refuse_shards, refuse_tensor_parallel
 from opacus_ext.grad_sample.parallel.model import ParallelModel
 from opacus_ext.grad_sample.parallel.sharded import ShardedModel
 from opacus_ext.grad_sample.parallel.sharding import find_group
-from opacus_ext.grad_sample.parallel.split import SplitModel, is_split_alone
 from opacus_ext.grad_sample.rules.embedding import refuse_embedding
 from opacus_ext.refused import Refused
 
@@ -34,19 +33,20 @@ settings: ContextVar[dict[str, Any]] = ContextVar("settings", default={})
 def refuse(module: nn.Module, mode: str = "ghost") -> None:
     """Refuses a module with parts that can't be trained privately."""
     sharded = [x for x in module.modules() if isinstance(x, FSDPModule)]
-    split = is_split_alone(module)
-    if (sharded or split) and mode in ("hooks", "functorch"):
+    if sharded and mode in ("hooks", "functorch"):
         what = f"the model ({type(module).__name__})"
         raise Refused(
-            f"{what} is sharded by fully_shard (FSDP2) or parallelize_module, and mode "
-            f"{mode!r} has whole gradients of every sample.",
+            f"{what} is sharded by fully_shard (FSDP2), and mode {mode!r} has whole "
+            "gradients of every sample.",
             module=what,
             remedy='Use grad_sample_mode="ghost_bk".',
         )
     if sharded:
         refuse_shards(type(module).__name__, module, sharded)
+    else:
+        refuse_tensor_parallel(dict(module.named_parameters()))
     several = dist.is_initialized() and dist.get_world_size() > 1
-    if several and not (split or isinstance(module, (DDP, DPDDP, FSDPModule))):
+    if several and not isinstance(module, (DDP, DPDDP, FSDPModule)):
         raise Refused(
             f"{type(module).__name__} is one of {dist.get_world_size()} processes, and "
             "would be trained in each by itself, with the noise of one.",
@@ -102,8 +102,6 @@ class PrivateMode:
             kind = ShardedModel
         elif find_group(module.modules()) is not None:
             kind = ParallelModel
-        elif is_split_alone(module):
-            kind = SplitModel
         self.private = kind(module, batch_first, one_by_one=self.one_by_one, **given)
         self.private.check_hooks()
         self.private.backward = self.plain_backward

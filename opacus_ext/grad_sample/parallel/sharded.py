@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 from opacus_ext.grad_sample.adapter.forward import ForwardRecord, GroupOutputs
-from opacus_ext.grad_sample.adapter.inputs import InputReader, Inputs
 from opacus_ext.grad_sample.adapter.model import PrivateModel
 from opacus_ext.grad_sample.adapter.objects import leaves_of
 from opacus_ext.grad_sample.adapter.outputs import Returned
@@ -28,7 +27,6 @@ from opacus_ext.grad_sample.core.sharded import (
     in_rounds,
     is_of_nobody,
 )
-from opacus_ext.grad_sample.core.split import check_same_samples
 
 T = torch.Tensor
 
@@ -113,26 +111,11 @@ class ShardedForward(ForwardRecord):
         return [None] * len(self.leaves)
 
 
-class ShardedReader(InputReader):
-    """Finds the samples, of which a process may have none."""
-
-    without_samples = False  # True while a call has a form of inputs, and no samples
-
-    def read(self, args: tuple, kwargs: dict) -> Inputs:
-        """See :class:`~adapter.inputs.InputReader`."""
-        inputs = super().read(args, kwargs)
-        if not self.without_samples:
-            return inputs
-        none = [some.select(torch.arange(0)) for some in inputs.samples]
-        return inputs._replace(samples=none, size=0)
-
-
 class ShardedModel(PrivateModel):
     """A private model that ``fully_shard`` has sharded."""
 
-    record_type, reader_type = ShardedForward, ShardedReader
+    record_type = ShardedForward
     is_shared_out = frees_parameters = True
-    inputs: ShardedReader
     initialized = False  # True once attributes of a first forward are set
     _form: list[Samples] = []  # how a sample looks
 
@@ -141,8 +124,6 @@ class ShardedModel(PrivateModel):
         self.shards = shards = Shards(module)
         self.rounds = shards.rounds
         self.handles, self.gathered = self.rounds.handles, shards.gathered
-        self.mesh = shards.mesh
-        self.vmap_fails = self.mesh is not None
         self.names.update({p: n for n, p in self.gathered.items()})
 
     @property
@@ -170,8 +151,6 @@ class ShardedModel(PrivateModel):
                 "the first batch of this process has no samples that take= could show.",
                 "Begin with a batch that has some in each process.",
             )
-        if self.mesh is not None:
-            check_same_samples(self.mesh, forward.inputs.samples)
         self._form = [samples[0].select(torch.arange(0))]  # without data, as it is kept
         ran = in_rounds(
             self.rounds,
