@@ -67,11 +67,9 @@ class ModelGroup(SampleGroup):
             self.model.state.reach(args[0])
         return super().__torch_function__(func, types, args, kwargs)
 
-    def _is_constant(self, x: T) -> bool:
-        constant = super()._is_constant(x)
-        if constant:
+    def check_leaves(self, leaves: list[T]) -> None:
+        for x in leaves:
             self.model.check_leaf(x)
-        return constant
 
     def read(self, x: Any) -> Leaf:
         """Wraps a value that the samples returned."""
@@ -127,6 +125,7 @@ class PrivateModel:
         self.passes = Passes()
         self.output_dims: dict[tuple[str, torch.Size], int] = {}  # see ForwardRecord
         self.vmap_fails = False
+        self.zeros_leave_nothing = False  # True if a sample of zeros changed no state
         self.settings = settings_of(module)
         self.has_compiled = any(map(settings_of, module.modules()))
         self._compiled: dict[type, CompiledModel] = {}  # by type of the mode
