@@ -129,10 +129,11 @@ def attributes_of(value: Any) -> dict[str, Any] | None:
 
 @functools.cache
 def _slots(kind: Any) -> list[str]:
-    """Returns the attributes that no dict holds, by the names that Python gives them."""
+    """Returns attributes that no dict holds, by the names that Python gives them."""
     slotted = [x for x in kind.__mro__ if "__slots__" in vars(x) or x is partial]
     named = [item for cls in slotted for item in vars(cls).items()]
-    return [name for name, x in named if isinstance(x, MemberDescriptorType)]
+    names = [name for name, x in named if isinstance(x, MemberDescriptorType)]
+    return [name for name in names if not name.startswith("__")]  # of Python itself
 
 
 def is_looked_into(x: Any) -> bool:
