@@ -7,9 +7,11 @@ each sample alone through plain autograd.
 import contextlib
 import copy
 import ctypes
+import functools
 import io
 import itertools
 import pickle
+from collections import OrderedDict
 from typing import Any
 
 import numpy as np
@@ -49,6 +51,26 @@ class Held:
         self.value = torch.zeros(D).double()
 
 
+class Slotted:
+    """An object whose attribute no dict holds, and which Python renames."""
+
+    __slots__ = ("__value",)
+
+    def __init__(self):
+        self.__value = 0.0
+
+    def set(self, value=None):
+        if value is not None:
+            self.__value = value
+        return self.__value
+
+
+class Named(dict):
+    """A dict with an attribute."""
+
+    value = 0.0
+
+
 class Model(nn.Module):
     """``forward`` returns ``self.then(h, *inputs)``."""
 
@@ -62,6 +84,10 @@ class Model(nn.Module):
         self.register_buffer("ema", torch.zeros(D))
         self.frozen = nn.Parameter(torch.zeros(D), requires_grad=False)
         self.held, self.queue = Held(), iter(())
+        self.most = functools.partial(sorted, reverse=True)  # which a call changes
+        self.slotted, self.named = Slotted(), Named()
+        self.bound, self.order = functools.partial(max, 0.0), OrderedDict(a=1, b=2)
+        self.bank = torch.zeros(20_000).double()
         self.hidden, self.many = [nn.BatchNorm1d(4, affine=False)], [0.0] * 50
 
     def forward(self, x, *rest):
@@ -189,6 +215,19 @@ def ema(m, h):
     m.ema.data.mul_(0.9).add_(mean(h))
 
 
+def of_named(m, h):
+    m.named.value = float(h.mean())
+
+
+def bound(m, h):
+    m.bound = functools.partial(max, float(h.mean()))
+
+
+def bank(m, h):
+    """Writes an entry that is not among those compared."""
+    m.bank = m.bank.index_fill(0, torch.tensor([1]), float(h.mean()))
+
+
 # By the name that the error says: what is added to the next batch, and what keeps it.
 PLACES = [
     ("scale", lambda m: m.scale, number),
@@ -207,6 +246,10 @@ PLACES = [
     ("queue", lambda m: torch.tensor(list(m.queue)).sum(0), iterator),
     ("many", lambda m: m.many[7], long_list),
     ("hidden", lambda m: 0.0, lambda m, h: m.hidden[0].to(h)(h)),
+    ("slotted", lambda m: m.slotted.set(), lambda m, h: m.slotted.set(float(h.mean()))),
+    ("named", lambda m: m.named.value, of_named),
+    ("bound", lambda m: m.bound.args[0], bound),
+    ("bank", lambda m: m.bank[1].clone(), bank),
 ]
 
 
@@ -236,6 +279,23 @@ def two_and_two():
     return [torch.cat([x[:2].abs(), -x[2:].abs()])]
 
 
+def by_order(m, h, x):
+    old = float(list(m.order)[0] == "a")
+    m.order.move_to_end("a" if x[..., 0].mean() > 0 else "b")
+    return m.two(h + old)
+
+
+def by_module(m, h, x):
+    m.hidden = nn.Tanh() if x[..., 0].mean() > 0 else nn.ReLU()
+    return m.two(h)
+
+
+def but_of_zeros(m, h, x):
+    """A sample leaves out what an empty batch would change."""
+    m.scale = m.scale if bool(x.std() > 0) else 2.0
+    return m.two(h)
+
+
 def no_zeros(m, h, x):
     """Runs on no sample of zeros, nor of ones; sets a flag, and counts."""
     assert x.std() > 0
@@ -249,10 +309,13 @@ STATE["frozen of two alike"] = Case(
     [x[:1].repeat(2, 1, 1) for x in rows(2, 2)],
     "changes frozen",
 )
+STATE["order of two and two"] = Case(model(by_order), two_and_two(), "changes order")
+STATE["kind of two and two"] = Case(model(by_module), two_and_two(), "changes hidden")
+STATE["only zeros"] = Case(model(but_of_zeros), rows(1, 1), "changes scale")
 
 
 def counts(m, h, x):
-    m.scale += 1
+    m.scale += m.most([0, 1])[0]
     m.ema += 1
     m.longest = max(getattr(m, "longest", 0), x.shape[1])
     return m.two(h)
@@ -266,7 +329,28 @@ def counts_alone(m, h, x):
     return m.two(Opaque.apply(h) + x.new_zeros(x.shape))
 
 
+def makes_layers(m, h, x):
+    """Puts a layer around its parameters at first, initialized to be dropped."""
+    if m.scale == 1:
+        m.scale, layer = float(x.shape[1]), nn.Linear(D, 2).to(x)
+        layer.weight, layer.bias = m.two.weight, m.two.bias
+        m.hidden = layer
+    return m.two(h) if bool(x[..., 0].mean() > 0) else m.hidden(h)
+
+
+def renews(m, h, x):
+    """Takes entries out and puts them back, and makes a function that is the same."""
+    m.order["b"] = m.order.pop("b")
+    m.held = getattr(m, "tags", None) or {1, 9, 17}
+    m.held.discard(1)
+    m.held |= {1, x.shape[1]}
+    m.tags, m.after = m.held, lambda h: h
+    return m.two(h) if float(x.std()) > 0 else m.one(h)
+
+
 STAYS = {
+    "entries put back": Case(model(renews), X),
+    "a layer around parameters": Case(model(makes_layers), X),
     "what no data makes": Case(model(counts), X),
     "of samples alone": Case(model(counts_alone), X),
     "what zeros can't tell": Case(model(no_zeros), rows(4, 3, 4)),

@@ -243,8 +243,8 @@ def _signature(returned: list[Any], group: TracedGroup) -> str:
 class _Group(TracedGroup):
     """The group of the first forward."""
 
-    def check_constant(self, x: T) -> None:
-        if isinstance(x, nn.Parameter):
+    def check_leaves(self, leaves: list[T]) -> None:
+        if any(isinstance(x, nn.Parameter) for x in leaves):
             raise NotAtOnce("a parameter that the model does not have")
 
 

@@ -339,14 +339,17 @@ class ForwardRecord:
     def _compare_state(self, changes: list[Change]) -> None:
         """
         Refuses changes that a number of the data may tell: those that other samples, or
-        one of zeros, do not make.
+        one of zeros, do not make. A single sample may not leave out either what an
+        empty batch, in its place, would change.
         """
-        name = self._outcome.differs(changes)
-        if name is None and changes and not self._ran_zeros:
+        name, model = self._outcome.differs(changes), self.model
+        compares = changes or self.size == 1 and not model.zeros_leave_nothing
+        if name is None and compares and not self._ran_zeros:
             self._ran_zeros, zeros = True, self._left_by_zeros()
+            model.zeros_leave_nothing = not zeros
             if zeros is not None:
                 name = self._outcome.differs(zeros)
-            elif self.size == 1:
+            elif self.size == 1 and changes:
                 name = changes[0].name
         if name is not None:
             raise self._changes(name, "by what samples hold, and ")

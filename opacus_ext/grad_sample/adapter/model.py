@@ -50,11 +50,12 @@ class ModelGroup(SampleGroup):
         self.model = model
         self.frees_parameters = model.frees_parameters
 
-    def check_constant(self, x: T) -> None:
-        self.model.check_leaf(x)
-
     def reach(self, x: T) -> None:
         self.model.state.reach(x)
+
+    def check_leaves(self, leaves: list[T]) -> None:
+        for x in leaves:
+            self.model.check_leaf(x)
 
     def read(self, x: Any) -> Leaf:
         """Wraps a value that the samples returned."""
@@ -111,6 +112,7 @@ class PrivateModel:
         self.passes = Passes()
         self.output_dims: dict[tuple[str, torch.Size], int] = {}  # see ForwardRecord
         self.vmap_fails = False
+        self.zeros_leave_nothing = False  # True if a sample of zeros changed no state
         self.settings = settings_of(module)
         self.has_compiled = any(map(settings_of, module.modules()))
         self._compiled: dict[type, CompiledModel] = {}  # by type of the mode

@@ -13,7 +13,7 @@ from collections import OrderedDict, deque
 from functools import partial
 from itertools import chain
 from operator import methodcaller
-from types import MappingProxyType
+from types import CodeType, FunctionType, MappingProxyType, MemberDescriptorType
 from typing import Any, Callable, Iterable, Iterator, Mapping
 
 import numpy as np
@@ -28,13 +28,15 @@ T = torch.Tensor
 PLAIN = (
     *(int, float, complex, bool, str, bytes, type(None), type, range, slice, enum.Enum),
     *(torch.dtype, torch.device, torch.Size, torch.Generator, nn.Module),
-    *(torch.layout, torch.memory_format, np.generic),
+    *(torch.layout, torch.memory_format, np.generic, CodeType),
 )
 _SEQUENCES = (list, tuple, deque)
 _SETS = (set, frozenset)
 _DICTS = {dict, OrderedDict, MappingProxyType}
 _HOLD = {*_DICTS, *_SEQUENCES, *_SETS}
 QUICK = {int, float, bool, str, bytes, type(None)}  # the most frequent of PLAIN
+#: Types of containers, which may have attributes beside their entries.
+CONTAINERS = (dict, *_SEQUENCES, *_SETS, np.ndarray)
 GONE = object()  # in the place of an entry that is not there
 
 
@@ -48,11 +50,16 @@ def flat(values: list[Any]) -> list[Any]:
 
 
 def have_same_entries(new: Mapping, old: Mapping) -> bool:
-    """Returns True if both hold the same objects, or equal plain values."""
-    return new.keys() == old.keys() and all(
+    """Returns True if both hold the same objects, or equal plain values, in order."""
+    return have_same_keys(new, old) and all(
         x is y or type(x) is type(y) and type(x) in QUICK and are_same(x, y)
-        for x, y in ((x, old[key]) for key, x in new.items())
+        for x, y in zip(new.values(), old.values())
     )
+
+
+def have_same_keys(new: Mapping, old: Mapping) -> bool:
+    """Returns True for the same keys in one order; equal ones may be different."""
+    return len(new) == len(old) and all(map(are_same, new, old))
 
 
 def are_equal(new: Any, old: Any) -> bool:
@@ -61,18 +68,16 @@ def are_equal(new: Any, old: Any) -> bool:
         return new is old
     if isinstance(new, PLAIN):
         return are_same(new, old)
-    if not isinstance(new, (dict, *_SEQUENCES, *_SETS, np.ndarray)):
+    if not isinstance(new, CONTAINERS):
         return False
     new, old = entries_of(new), entries_of(old)
-    return new.keys() == old.keys() and all(
-        are_equal(new[key], old[key]) for key in new
-    )
+    return have_same_keys(new, old) and all(map(are_equal, new.values(), old.values()))
 
 
 def put_back(value: Any, entries: dict) -> bool:
     """Restores the entries of an object; returns True if that worked."""
     kind: Any = type(value)
-    attributes = value if isinstance(value, (dict, set)) else _vars(value)
+    attributes = value if isinstance(value, (dict, set)) else attributes_of(value)
     if isinstance(value, type):
         for name in {**entries, **vars(value)}:
             if name not in entries:
@@ -107,7 +112,7 @@ def _reader_of(kind: Any) -> Callable[[Any], Mapping]:
     if issubclass(kind, _SEQUENCES):
         return lambda value: dict(enumerate(value))
     if issubclass(kind, _SETS):
-        return dict.fromkeys
+        return lambda value: dict.fromkeys(sorted(value, key=hash))  # in no order
     if issubclass(kind, np.ndarray):
         return _of_array
     if issubclass(kind, bytearray):
@@ -121,13 +126,14 @@ def _of_array(value: Any) -> dict:
 
 
 def _of_object(slots: list[str], value: Any) -> dict[str, Any]:
-    attributes = _vars(value) or {}
+    attributes = attributes_of(value) or {}
     if not slots:
         return attributes
     return {**attributes, **{n: getattr(value, n) for n in slots if hasattr(value, n)}}
 
 
-def _vars(value: Any) -> dict[str, Any] | None:
+def attributes_of(value: Any) -> dict[str, Any] | None:
+    """Returns the dict of an object's attributes; None if it has none."""
     try:  # skips a ``__getattribute__`` of the class, which may be slow
         return object.__getattribute__(value, "__dict__")
     except AttributeError:
@@ -136,9 +142,11 @@ def _vars(value: Any) -> dict[str, Any] | None:
 
 @functools.cache
 def _slots(kind: Any) -> list[str]:
-    slots = (vars(cls).get("__slots__", ()) for cls in kind.__mro__)
-    names = [n for some in slots for n in ((some,) if type(some) is str else some)]
-    return [name for name in names if name not in ("__dict__", "__weakref__")]
+    """Returns attributes that no dict holds, by the names that Python gives them."""
+    slotted = [x for x in kind.__mro__ if "__slots__" in vars(x) or x is partial]
+    named = [item for cls in slotted for item in vars(cls).items()]
+    names = [name for name, x in named if isinstance(x, MemberDescriptorType)]
+    return [name for name in names if not name.startswith("__")]  # of Python itself
 
 
 def is_looked_into(x: Any) -> bool:
@@ -150,22 +158,34 @@ def is_looked_into(x: Any) -> bool:
     return not (inspect.isroutine(x) or isinstance(x, PLAIN))
 
 
-def leaves_of(value: Any) -> Iterator[Any]:
-    """Yields tensors, plain values and opaque objects in an object, at any depth."""
+def leaves_of(value: Any, modules: bool = False) -> Iterator[Any]:
+    """
+    Yields tensors, plain values, types and opaque objects in an object, at any depth;
+    with ``modules`` what modules hold, instead of these.
+    """
     todo, seen = [value], set[int]()
     while todo:
         x = todo.pop()
         if inspect.ismethod(x):
             x = x.__self__
-        if isinstance(x, (T, *PLAIN)) or x is GONE or inspect.isroutine(x):
+        if isinstance(x, FunctionType) and not x.__closure__:  # equal if new
+            todo += [x.__defaults__, x.__kwdefaults__, vars(x)]
+            x = x.__code__
+        looks_into = modules and isinstance(x, nn.Module)
+        if not looks_into and _is_leaf(x):
             yield x
-        elif id(x) not in seen and is_looked_into(x):
+        elif id(x) not in seen and (looks_into or is_looked_into(x)):
             seen.add(id(x))
-            entries = entries_of(x)
-            if entries or _vars(x) is not None or type(x) in _HOLD:
-                todo += [*entries, *entries.values()]
+            yield type(x)
+            entries, attributes = entries_of(x), attributes_of(x)
+            if entries or attributes is not None or type(x) in _HOLD:
+                todo += [*entries, *entries.values(), *(attributes or {}).values()]
             else:
                 yield x
+
+
+def _is_leaf(x: Any) -> bool:
+    return isinstance(x, (T, *PLAIN)) or x is GONE or inspect.isroutine(x)
 
 
 def is_opaque(x: Any) -> bool:
@@ -192,10 +212,11 @@ class Outcome:
         """Returns the name of what these leave and the first ones did not."""
         found: dict[str, list[Any]] = {}
         for name, value, _ in changes:
-            leaves = list(leaves_of(value))
+            leaves = list(leaves_of(value, modules=True))
             if any(map(is_opaque, leaves)):
                 return name
-            found.setdefault(name, []).extend(map(_kept, leaves))
+            kept = [x if _is_held(x, value) else _kept(x) for x in leaves]
+            found.setdefault(name, []).extend(kept)
         if self._first is None:
             self._first = found
         for name in {**self._first, **found}:
@@ -205,10 +226,15 @@ class Outcome:
         return None
 
 
+def _is_held(x: Any, value: Any) -> bool:
+    """Returns True for a parameter in something: it is not what was written to."""
+    return isinstance(x, nn.Parameter) and x is not value
+
+
 def _kept(x: Any) -> Any:
-    """Returns a copy of a tensor's entries, or ``x``."""
-    view = compared_entries(x) if isinstance(x, T) else None
-    return x if view is None else view.clone()
+    """Returns a copy of a tensor, or ``x``."""
+    is_plain = isinstance(x, T) and compared_entries(x) is not None
+    return x.detach().clone() if is_plain else x
 
 
 def line_that_sets(modules: Iterable[nn.Module], name: str) -> str:

@@ -20,12 +20,15 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from opacus_ext.grad_sample.adapter.objects import (
+    CONTAINERS,
     GONE,
     QUICK,
     are_equal,
+    attributes_of,
     entries_of,
     flat,
     have_same_entries,
+    have_same_keys,
     is_looked_into,
     put_back,
 )
@@ -111,9 +114,10 @@ class State:
                     self._generators[name] = value
                 elif id(value) not in seen and is_looked_into(value):
                     seen.add(id(value))
-                    places.append(_Place(name, value, False))
-                    inside = _entries_in(places[-1])
+                    of_it = [_Place(name, x, False) for x in _containers_of(value)]
+                    inside = [item for place in of_it for item in _entries_in(place)]
                     held += [(n, x) for n, x in inside if isinstance(x, _HELD)]
+                    places += of_it
             places += attributes
         self._transient = []
         for module in self.modules:
@@ -176,6 +180,8 @@ class State:
                     continue
                 change = (_join(name, key), new) if is_named else (name, (key, new))
                 found.append(Change(*change))
+            if is_compared and not is_named and now.keys() == old.keys():
+                found += [] if have_same_keys(now, old) else [Change(name, tuple(now))]
         for name, generator, state in self._random:
             if not torch.equal(generator.get_state(), state):
                 found.append(Change(name, generator.get_state()))
@@ -283,6 +289,14 @@ def _attributes(name: str, x: Any, is_root: bool) -> Iterator[_Place]:
         yield _Place(kind.__name__, kind, True)
 
 
+def _containers_of(x: Any) -> Iterator[Any]:
+    """Yields an object, and the attributes of a list or dict that has some."""
+    yield x
+    attributes = attributes_of(x)
+    if attributes is not None and isinstance(x, CONTAINERS):
+        yield attributes
+
+
 def _entries_in(place: _Place) -> Iterator[tuple[str, Any]]:
     """Yields the names and values of what a container or object holds."""
     for key, value in list(entries_of(place.value).items()):
@@ -303,4 +317,6 @@ def _join(name: str, key: Any) -> str:
 
 
 def _is_skipped(key: Any) -> bool:
-    return key in _SKIPPED or str(key).startswith(("__", "_opacus_ext"))
+    name = str(key)
+    dunder = name.startswith("__") and name.endswith("__")
+    return dunder or key in _SKIPPED or name.startswith("_opacus_ext")

@@ -199,10 +199,15 @@ class SampleGroup(TorchFunctionMode):
             self.find_shared(kwargs.values(), shared)
         if not shared or not torch.is_grad_enabled():
             return func(*args, **kwargs)
-        constants = [x for x in shared if self._is_constant(x)]
-        if constants:
-            swap = {id(x): x.detach() for x in constants}
-            return call_with(swap, partial(self.call, func), args, kwargs)
+        leaves = [x for x in shared if self._is_constant(x)]
+        if leaves:
+            constants = {id(x): x.detach() for x in leaves}
+            made = call_with(constants, partial(self.call, func), args, kwargs)
+            # A new layer that the forward makes, and may drop, is initialized first.
+            initializes = changes_in_place(func) and args[0] is leaves[0]
+            if isinstance(made, (T, list, tuple)) and not initializes:
+                self.check_leaves(leaves)
+            return made
         for rule in RULES.get(func, ()):
             op = rule(*args, **kwargs)
             if op is not None and self._holds(op):
@@ -238,13 +243,10 @@ class SampleGroup(TorchFunctionMode):
 
     def _is_constant(self, x: T) -> bool:
         """Returns True if it is a leaf that is not among the parameters."""
-        if not x.is_leaf or id(x) in self.params:
-            return False
-        self.check_constant(x)
-        return True
+        return x.is_leaf and id(x) not in self.params
 
-    def check_constant(self, x: T) -> None:
-        """Called with each leaf in use that is not among the parameters."""
+    def check_leaves(self, leaves: list[T]) -> None:
+        """Called with leaves that are not among the parameters, where ops use them."""
 
     def reach(self, x: T) -> None:
         """Called with a tensor whose data may be written without a new version."""
@@ -288,7 +290,10 @@ class SampleGroup(TorchFunctionMode):
         """Returns per-sample copies if ``x`` is made of parameters, else ``x``."""
         if x is None or not (self.is_shared(x) and torch.is_grad_enabled()):
             return x
-        return x.detach() if self._is_constant(x) else self.copy(x)
+        if self._is_constant(x):
+            self.check_leaves([x])
+            return x.detach()
+        return self.copy(x)
 
     def copy(self, x: T) -> T:
         """Returns one copy for each sample, without memory, at the vmap level."""

@@ -49,7 +49,7 @@ class ShardedForward(ForwardRecord):
             with suppress(Exception), torch.no_grad():
                 self._of_zeros()
             values = [x for change in state.changes() for x in leaves_of(change.value)]
-            if not all(isinstance(x, (bool, str, type(None))) for x in values):
+            if not all(isinstance(x, (bool, str, type, type(None))) for x in values):
                 state.restore()
         model.rounds.reset()
 
