@@ -194,22 +194,20 @@ class SampleGroup(TorchFunctionMode):
     def call(self, func: Callable, /, *args: Any, **kwargs: Any) -> Any:
         """Runs an op of a sample, and records its uses of parameters."""
         shared: list[T] = []
-        self.find_shared(args, shared)
-        if kwargs:
-            self.find_shared(kwargs.values(), shared)
+        given = (*args, *kwargs.values()) if kwargs else args
+        self.find_shared(given, shared)
         if not shared or not torch.is_grad_enabled():
             return func(*args, **kwargs)
-        constants = [x for x in shared if self._is_constant(x)]
+        constants = {id(x): x.detach() for x in shared if self._is_constant(x)}
         if constants:
-            swap = {id(x): x.detach() for x in constants}
-            return call_with(swap, partial(self.call, func), args, kwargs)
+            return call_with(constants, partial(self.call, func), args, kwargs)
         for rule in RULES.get(func, ()):
             op = rule(*args, **kwargs)
             if op is not None and self._holds(op):
                 made = self.by_rule(func, op, args, kwargs)
                 if made is not None:
                     return made
-        batched = _any_batched((*args, *kwargs.values()))
+        batched = _any_batched(given)
         if batched and is_composite(func):
             with self:
                 return decomposed(func)(*args, **kwargs)
