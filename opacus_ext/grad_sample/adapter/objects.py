@@ -113,16 +113,15 @@ def _reader_of(kind: Any) -> Callable[[Any], Mapping]:
         return lambda value: dict(enumerate(value))
     if issubclass(kind, _SETS):
         return lambda value: dict.fromkeys(sorted(value, key=hash))  # in no order
-    if issubclass(kind, np.ndarray):
+    if issubclass(kind, (np.ndarray, bytearray)):
         return _of_array
-    if issubclass(kind, bytearray):
-        return lambda value: {(len(value),): bytes(value)}
     return vars if issubclass(kind, type) else partial(_of_object, _slots(kind))
 
 
 def _of_array(value: Any) -> dict:
-    plain = value.dtype != object
-    return {value.shape: bytes(value)} if plain else dict(enumerate(value.flat))
+    if getattr(value, "dtype", None) == object:
+        return dict(enumerate(value.flat))
+    return {np.shape(value): bytes(value)}
 
 
 def _of_object(slots: list[str], value: Any) -> dict[str, Any]:

@@ -245,11 +245,11 @@ class Clipped(NamedTuple):
         """Adds what was computed anew to the sums of the other samples."""
         if self.exact is None or self.exact_factors is None:
             return sums
-        return map(_sum, sums, self.exact.weighted_sums(self.exact_factors))
-
-
-def _sum(one: T | None, two: T | None) -> T | None:
-    return one if two is None else two if one is None else one + two.to(one)
+        exact = self.exact.weighted_sums(self.exact_factors)
+        return (
+            one if two is None else two if one is None else one + two.to(one)
+            for one, two in zip(sums, exact)
+        )
 
 
 def clipping_factors(

@@ -120,26 +120,20 @@ class Collector:
         # Pending uses of each parameter, and of each other value.
         self._left: dict[int, float] = defaultdict(int)
         self._of_value: dict[int, int] = defaultdict(int)
-        for use in uses:
-            for value in use.values:
-                if value is not None:
-                    self._expect(value)
+        for value in [v for use in uses for v in use.values if v is not None]:
+            if value.key in self.params:
+                self._left[value.key] += 1
+                continue
+            self._of_value[id(value)] += 1
+            view = self._views[id(value)] = view_of(value, self.params)
+            for p in [view[0]] if view else value.leaves():
+                self._left[id(p)] += 1 if view else math.inf
         # Small parameters with a single use.
         self._single = {
             i
             for i, count in self._left.items()
             if bundles and count == 1 and size * self.params[i].numel() <= SMALL
         }
-
-    def _expect(self, value: ParameterValue) -> None:
-        """Counts one use of a value, and of the parameters that it is made of."""
-        if value.key in self.params:
-            self._left[value.key] += 1
-            return
-        self._of_value[id(value)] += 1
-        view = self._views[id(value)] = view_of(value, self.params)
-        for p in [view[0]] if view else value.leaves():
-            self._left[id(p)] += 1 if view else math.inf
 
     def add(self, use: ParameterUse, backprops: T) -> None:
         """Adds the gradient of a use's output."""

@@ -194,9 +194,8 @@ class SampleGroup(TorchFunctionMode):
     def call(self, func: Callable, /, *args: Any, **kwargs: Any) -> Any:
         """Runs an op of a sample, and records its uses of parameters."""
         shared: list[T] = []
-        self.find_shared(args, shared)
-        if kwargs:
-            self.find_shared(kwargs.values(), shared)
+        given = (*args, *kwargs.values()) if kwargs else args
+        self.find_shared(given, shared)
         if not shared or not torch.is_grad_enabled():
             return func(*args, **kwargs)
         leaves = [x for x in shared if self._is_constant(x)]
@@ -214,7 +213,7 @@ class SampleGroup(TorchFunctionMode):
                 made = self.by_rule(func, op, args, kwargs)
                 if made is not None:
                     return made
-        batched = _any_batched((*args, *kwargs.values()))
+        batched = _any_batched(given)
         if batched and is_composite(func):
             with self:
                 return decomposed(func)(*args, **kwargs)

@@ -390,16 +390,17 @@ class GradSample:
             self._terms.append(term)
 
     def _check(self, factors: Sequence[Factor]) -> None:
-        if not factors or not self._fits(factors):
-            shapes = [tuple(entries(f).shape) for f in factors]
-            sizes = [f.size for f in factors if isinstance(f, OneHot)]
-            raise Refused(
-                f"Factors of shapes {shapes}{f', one-hot sizes {sizes}' * bool(sizes)} "
-                "do not describe the gradient of a parameter of shape "
-                f"{tuple(self.shape)} for a batch of {self.batch_size}:",
-                remedy="each must be [B, T, width], or an opacus_ext.OneHot with index "
-                "[B, T], one for each axis.",
-            )
+        if factors and self._fits(factors):
+            return
+        shapes = [tuple(entries(f).shape) for f in factors]
+        sizes = [f.size for f in factors if isinstance(f, OneHot)]
+        raise Refused(
+            f"Factors of shapes {shapes}{f', one-hot sizes {sizes}' * bool(sizes)} "
+            "do not describe the gradient of a parameter of shape "
+            f"{tuple(self.shape)} for a batch of {self.batch_size}:",
+            remedy="each must be [B, T, width], or an opacus_ext.OneHot with index "
+            "[B, T], one for each axis.",
+        )
 
     def _fits(self, factors: Sequence[Factor]) -> bool:
         rows, numel = entries(factors[0]).shape[:2], 1
@@ -420,9 +421,8 @@ class GradSample:
             return self._zeros(self.batch_size, *self.shape)
         out = None
         with full_precision(self._terms[0].device):
-            dtype = self._dtype
             for term in self._in_order():
-                out = term.materialize(dtype, out)
+                out = term.materialize(self._dtype, out)
         return out.reshape(self.batch_size, *self.shape)
 
     def weighted_sum(self, weights: T) -> T:
@@ -434,9 +434,8 @@ class GradSample:
             return self._zeros(*self.shape)
         total = None
         with full_precision(self._terms[0].device):
-            dtype = self._dtype
             for term in self._in_order():
-                total = term.weighted_sum(weights, dtype, total)
+                total = term.weighted_sum(weights, self._dtype, total)
         return total.reshape(self.shape)
 
     @property
