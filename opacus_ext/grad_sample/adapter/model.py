@@ -329,8 +329,7 @@ class PrivateModel:
             size = sum(some.size for some in samples)
             if not samples:
                 return torch.zeros(0)
-            inputs = Inputs(samples, size, [], samples[0].zeros)
-            return self._losses(inputs, loss, total)
+            return self._losses(Inputs(samples, size), loss, total)
 
     def _can_compile(
         self, settings: Settings, inputs: Inputs, module: nn.Module | None = None
