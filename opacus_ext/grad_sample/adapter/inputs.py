@@ -106,6 +106,7 @@ class InputReader:
             given = dict(unknown=sorted(unknown), known=", ".join(sorted(parameters)))
             raise advice.NOT_NAMED.of(self.name, "shared", **given)
         self._batched: dict[str, int] = {}  # batch dims of what has had samples
+        self._longer: set[str] = set()  # what was longer than one: no table [1, ...]
         self._seen = WeakIdKeyDictionary()  # versions of tensors that had samples
         self._form: list[Samples] = []  # what take= gave, without data
 
@@ -178,6 +179,7 @@ class InputReader:
     def _size(self, tensors: list[Input]) -> int:
         """Returns the number of samples."""
         rows = [x for x in tensors if not self._is_state(x.value)]
+        self._longer.update(x.name for x in rows if self._length(x.value) > 1)
         draws = [draw.size for x in tensors if (draw := draw_of(x.value)) is not None]
         if draws:
             lengths = [self._length(x.value) for x in tensors]
@@ -187,9 +189,12 @@ class InputReader:
             return draws[0]
         had = [x for x in rows if x.name in self._batched]
         lengths = [self._length(x.value) for x in had or rows or tensors]
-        # What has had samples is one, and no table ``[1, ...]`` of all.
-        if 0 in lengths or had and 1 in lengths:
-            return min(lengths)
+        # One sample beside tables may be meant: to share a sample is never safe.
+        ones = {x.name for x in rows if self._length(x.value) == 1}
+        if ones & self._longer or ones and not had and 1 in self.drawn:
+            return 1
+        if 0 in lengths:
+            return 0
         return next((n for n in reversed(self.drawn) if n in lengths), lengths[0])
 
     def _doubt(self, tensors: list[Input], size: int) -> Doubt | None:
@@ -198,8 +203,9 @@ class InputReader:
         records that were drawn, and has another number of samples: other calls may be
         on what the loader did not draw.
         """
-        is_drawn = any(draw_of(x.value) is not None for x in tensors)
-        if is_drawn or not self.drawn or size in {0, *self.drawn}:
+        if not self.drawn or size in {0, *self.drawn}:
+            return None
+        if any(draw_of(x.value) is not None for x in tensors):
             return None
         drawn = self.drawn[-1]
         is_turned = bool(self._other_dim(tensors, drawn))
@@ -242,8 +248,6 @@ class InputReader:
         """Sets the batch dims; refuses what is neither samples nor shared by them."""
         for x in tensors:
             x.dim = self._dim(x, size, is_first=x is tensors[0])
-            if x.dim is not None and size > 1:
-                self._batched[x.name] = x.dim
         others = [x for x in tensors if x.dim is None and not self._is_shared(x.value)]
         if others:
             raise self._refused(
@@ -255,6 +259,8 @@ class InputReader:
                 names=[x.name for x in others],
                 samples=f"{size} sample{'s' * (size != 1)}",
             )
+        if size > 1:
+            self._batched.update((x.name, x.dim) for x in tensors if x.dim is not None)
 
     def _dim(self, x: Input, size: int, is_first: bool) -> int | None:
         """Returns the batch dim of a tensor, if it is as long as the batch in one."""
