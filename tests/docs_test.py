@@ -228,5 +228,6 @@ def test_all_refusals_are_in_the_index(refusals):
                 re.findall(r"^[^#\n]*\b(?:raise|return) Refused\(", text, re.M)
             )
     assert words and len(found) >= words
+    assert any("items of input {name} may be samples" in x.reason for x in found)
     page = refusals.page(found)
     assert page.count("\n- ") == len(found)

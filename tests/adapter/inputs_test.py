@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils.data import Dataset, default_collate
 
 from opacus_ext import Refused
+from opacus_ext.grad_sample.adapter.inputs import InputReader
 from tests.common import (
     assert_same,
     clipped_sum,
@@ -56,6 +57,10 @@ def time_first(records):
     return (torch.stack([x for x, _ in records], 1),)
 
 
+def time_first_with_lengths(records):
+    return *time_first(records), padded(records)[1]
+
+
 def padded(records):
     return torch.stack([x for x, _ in records]), torch.stack([n for _, n in records])
 
@@ -85,6 +90,11 @@ class WithTable(Model):
     def forward(self, x, table):
         keys = self.one(table.reshape(-1, D)).tanh()
         return self.one(x).mean(1) @ keys.mT
+
+
+class TimeFirst(WithLengths):
+    def forward(self, x, lengths):
+        return super().forward(x.transpose(0, 1), lengths)
 
 
 class OfTokens(Model):
@@ -286,6 +296,25 @@ def test_a_mask_of_the_other_order(mode):
     assert_same(call(transposed=True), clipped_sum(grads, "flat", C), 1e-8)
 
 
+def test_time_first_beside_lengths():
+    """The error says batch_first=False, with which it is exact: lengths have no time"""
+
+    def gradients(make, collate, **kwargs):
+        torch.manual_seed(0)
+        model = make().double()
+        given = dict(batch_size=4, dataset=Records(), poisson_sampling=False)
+        private = make_private(model, "hooks", max_grad_norm=C, **given, **kwargs)
+        private.loader.collate_fn.collate = collate
+        private.step(next(iter(private.loader)), lambda m, batch: squares(m(*batch)))
+        return {n: p.grad for n, p in model.named_parameters()}
+
+    words = r"x \(5, 4, 3\) is not as long as .*make_private\(batch_first=False\)"
+    with pytest.raises(Refused, match=words):
+        gradients(TimeFirst, time_first_with_lengths)
+    found = gradients(TimeFirst, time_first_with_lengths, batch_first=False)
+    assert_same(found, gradients(WithLengths, padded), 1e-8)
+
+
 class Scored(WithTable):
     def forward(self, x, table):
         return {"loss": super().forward(x, table).square().sum()}
@@ -405,9 +434,33 @@ def test_the_same_table_in_each_call_is_told():
 
 
 def test_shared_inputs_have_names():
+    """What is no input is refused by make_private."""
     with pytest.raises(Refused, match=r"shared=\['bank'\] are no inputs of WithTable"):
-        loop = Loop(CASES["a table"]._replace(kwargs=dict(shared=["bank"])), "hooks")
-        loop.run(False)
+        Loop(CASES["a table"]._replace(kwargs=dict(shared=["bank"])), "hooks")
+
+
+def test_one_record_beside_a_table_that_comes_first():
+    """Where the loop may be at one record, or at as many as the table has rows."""
+
+    class TableFirst(WithTable):
+        def forward(self, table, x):
+            return super().forward(x, table)
+
+    reader = InputReader(TableFirst())
+    reader.drawn = [1, K]
+    with pytest.raises(Refused, match=r"table \(4, 3\) is not as long"):
+        reader.read((torch.ones(K, D), torch.ones(1, T, D)), {})
+
+
+def test_several_inputs_are_refused_at_once():
+    class Adds(Model):
+        def forward(self, x, one, two):
+            return super().forward(x) + one.sum() + two.sum()
+
+    private = make_private(Adds(), "hooks", batch_size=3)
+    words = r"one \(4, 3\) .*two \(5,\) is not as long.*shared=\['one', 'two'\]"
+    with pytest.raises(Refused, match=words):
+        private.module(torch.ones(3, T, D), torch.ones(K, D), torch.ones(5))
 
 
 # -- what is computed from outputs -----------------------------------------------------

@@ -13,7 +13,7 @@ from torch.nn.utils.rnn import (
 
 from opacus_ext import Refused, take
 from tests.adapter.common import Case, every, rows, run, steps
-from tests.common import Net, net, squares
+from tests.common import Net, make_private, net, squares
 
 
 @pytest.fixture(autouse=True)
@@ -250,6 +250,15 @@ def test_graphs_by_keyword():
 def test_graphs_that_are_refused(given, words):
     with pytest.raises(Refused, match=words):
         take.graphs(given, 0)
+
+
+def test_the_first_batch_is_empty():
+    """What a sample looks like is known by the first one that take= gives."""
+    private = make_private(Sequences(), "ghost_bk", batch_size=2, take=take.items)
+    with pytest.raises(Refused, match="Begin with a batch that is not empty"):
+        private.module([])
+    private.module(LISTS[0])
+    assert private.module([]).shape == (0, 2)
 
 
 @every(packed=PACKED, outside=OUTSIDE, given=GIVEN)

@@ -10,6 +10,7 @@ from typing import Any, Callable, ContextManager, NamedTuple, Sequence
 import torch
 from torch.utils._pytree import tree_leaves
 
+from opacus_ext.grad_sample.adapter.advice import sample_of
 from opacus_ext.grad_sample.adapter.compiled import (
     CompiledGroup,
     CompiledModel,
@@ -150,10 +151,11 @@ class ForwardRecord:
     def _explain(self, error: Exception) -> None:
         """Adds to an error of the model's code how that was called."""
         if not isinstance(error, (Refused, torch.OutOfMemoryError)):
+            one = sample_of(self.inputs.samples[0], self.inputs.names)
             add_note(
                 error,
                 f"{self.model.describe()} runs each sample alone, as a batch of one: "
-                f"{self.inputs.of_one()}. What needs others (an index into the batch, "
+                f"{one}. What needs others (an index into the batch, "
                 "its statistics, its size) is to be computed of the sample alone, or "
                 "before the call; where samples are no rows, give make_private(take="
                 "function); for losses of any form there is opacus_ext.clipped_grads.",
@@ -161,13 +163,14 @@ class ForwardRecord:
 
     def _of_zeros(self) -> Any:
         """Runs a sample of zeros, or of ones as zeros may be padding."""
+        zeros = self.inputs.samples[0].zeros
         with torch.random.fork_rng(devices=[]), self._eagerly():
             try:
-                return self.call(self.inputs.zeros())
+                return self.call(zeros())
             except Refused:
                 raise
             except Exception:
-                return self.call(self.inputs.zeros(1))
+                return self.call(zeros(1))
 
     def find_output_dim(self, name: str, shape: torch.Size) -> int | None:
         """

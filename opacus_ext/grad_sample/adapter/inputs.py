@@ -10,23 +10,30 @@ sample would see all of them.
 from __future__ import annotations
 
 import inspect
-import weakref
-from typing import Any, Callable, NamedTuple, NoReturn, Sequence
+from dataclasses import dataclass
+from typing import Any, Callable, NamedTuple, Sequence
 
 import torch
 from torch import nn
-from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import TreeSpec, keystr, tree_unflatten
+from torch.utils.weak import WeakIdKeyDictionary
 
+from opacus_ext.grad_sample.adapter import advice
 from opacus_ext.grad_sample.adapter.objects import PLAIN
 from opacus_ext.grad_sample.adapter.outputs import flatten
 from opacus_ext.grad_sample.adapter.passes import Doubt, draw_of
-from opacus_ext.grad_sample.core.groups import Samples, samples_of, version
+from opacus_ext.grad_sample.core.groups import (
+    Samples,
+    samples_of,
+    take_of_call,
+    version,
+)
 from opacus_ext.grad_sample.core.values import set_apart
 from opacus_ext.refused import Refused, warn_once
 
 T = torch.Tensor
 Take = Callable[[Any, int], Any]
+_REST, _OTHERS = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
 
 
 class Inputs(NamedTuple):
@@ -34,33 +41,25 @@ class Inputs(NamedTuple):
 
     samples: list[Samples]  # one entry for each kind of sample
     size: int
-    trained: list[tuple[T, T]]  # inputs that require a gradient, and their leaves
-    zeros: Callable[..., Any]  # makes a sample filled with zeros, or another number
+    trained: Sequence[tuple[T, T]] = ()  # inputs with a gradient, and their leaves
     given: Any = None  # the ``(args, kwargs)`` of the call
     doubt: Doubt | None = None
     names: Sequence[str] = ()  # of the leaves of samples, if known
 
-    def of_one(self) -> str:
-        """Returns names and shapes of what a sample of the first kind is made of."""
-        if not self.samples:
-            return "none"
-        some, found = self.samples[0], []
-        names = self.names or [""] * len(some.leaves)
-        for name, x, own in zip(names, some.leaves, some.by_sample):
-            if isinstance(x, T) and x.dim():
-                shape = tuple(x.shape[1:]) if own else f"{tuple(x.shape)} (shared)"
-                found.append(f"{name} {shape}".strip())
-        return ", ".join(found)
 
+@dataclass(eq=False)
+class Input:
+    """A leaf of the arguments."""
 
-class Given(NamedTuple):
-    """The arguments of a call, as a flattened tree."""
+    name: str  # such as ``state[0]``
+    argument: str  # the argument that it is in
+    items: int  # length of that, if it is a list, tuple, dict or ``*args``
+    value: Any
+    is_named: bool  # by ``shared=``
+    dim: int | None = None  # the batch dim, if it has samples
 
-    names: list[str]  # names of the leaves
-    leaves: list[Any]
-    spec: TreeSpec
-    tensors: list[tuple[int, str, T]]  # possible samples: leaf number, name, value
-    lists: dict[str, int]  # length of each list argument, by name; ``*args`` is one
+    def __str__(self) -> str:
+        return f"{self.name} {tuple(self.value.shape)}"
 
 
 class InputReader:
@@ -87,114 +86,89 @@ class InputReader:
         take: Take | None = None,
         shared: Sequence[str] = (),
     ):
-        self.name, self.batch_dim, self.take = type(module).__name__, batch_dim, take
-        self.shared, self.module = set(shared), module
+        self.module, self.name = module, type(module).__name__
+        self.batch_dim, self.take, self.shared = batch_dim, take, set(shared)
         self.drawn: Sequence[int] = ()
         self.most: int | None = None
         self.ones = False
         #: Gives the keys of the loader's records, if they have some.
         self.fields: Callable[[], set[Any]] = set
-        parameters = inspect.signature(module.forward).parameters.values()
-        self._known = {p.name for p in parameters}
-        self._named = [
-            p.name
-            for p in parameters
-            if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
-        ]
-        rest = [p.name for p in parameters if p.kind == p.VAR_POSITIONAL]
-        self._rest = rest[0] if rest else "args"
-        self._batched: dict[str, int] = {}  # batch dims of what has had samples
-        self._last: dict[str, tuple[weakref.ref, int]] = {}  # inputs, with versions
-        self._zeros: Callable[..., Any] = self._no_zeros  # with take
         self.states = {
             (m.num_layers * (1 + m.bidirectional), width)
             for m in module.modules()
             if hasattr(m, "bidirectional")
             for width in (m.hidden_size, getattr(m, "proj_size", 0))
         }
+        parameters = inspect.signature(module.forward).parameters
+        kinds = {parameter.kind: name for name, parameter in parameters.items()}
+        self._by_position = [n for n, p in parameters.items() if p.kind < _REST]
+        self._rest = kinds.get(_REST, "args")  # what else is given by position
+        unknown = {name.partition("[")[0] for name in self.shared} - {*parameters}
+        if unknown and kinds.keys().isdisjoint({_REST, _OTHERS}):
+            given = dict(unknown=sorted(unknown), known=", ".join(sorted(parameters)))
+            raise advice.NOT_NAMED.of(self.name, "shared", **given)
+        self._batched: dict[str, int] = {}  # batch dims of what has had samples
+        self._longer: set[str] = set()  # what was longer than one: no table [1, ...]
+        self._seen = WeakIdKeyDictionary()  # versions of tensors that had samples
+        self._form: list[Samples] = []  # what take= gave, without data
 
     def read(self, args: tuple, kwargs: dict) -> Inputs:
         """Finds the samples of a call with these arguments, or refuses it."""
         if self.take is not None:
-            samples, size = samples_of((args, kwargs), _of_both(self.take))
-            if samples:  # without data, as it is kept
-                self._zeros = samples[0].select(torch.arange(0)).zeros
-            return Inputs(samples, size, [], self._zeros, (args, kwargs))
-        given = self._given(args, kwargs)
-        if not given.tensors:
-            self._refuse(
-                f"was called without a tensor of samples, with "
-                f"{', '.join(given.names) or 'nothing'}",
-                "Pass tensors [B, ...], or make_private(take=function), where "
-                "function(inputs, i) gives sample i as a batch of one.",
-            )
-        size = self._size(given)
-        self._check_lists(given, size)
-        dims = self._dims(given, size)
-        self._tell_of_tables(given, dims)
-        return self._inputs(given, size, dims)._replace(doubt=self._doubt(given, size))
+            return self._taken(self.take, args, kwargs)
+        inputs, spec = self._read_arguments(args, kwargs)
+        tensors = [x for x in inputs if self._may_be_samples(x)]
+        names = [x.name for x in inputs]
+        if not tensors:
+            given = ", ".join(names) or "nothing"
+            raise advice.NO_TENSOR.of(self.name, given=given)
+        size = self._size(tensors)
+        self._refuse_items(inputs, tensors, size)
+        self._find_dims(tensors, size)
+        doubt = self._doubt(tensors, size)
+        self._tell_of_tables(tensors, size)
+        leaves, trained = self._cut(inputs)
+        by_sample = [x.dim is not None for x in inputs]
+        samples = Samples(None, leaves, by_sample, spec, size)
+        whole = tree_unflatten([x.value for x in inputs], spec)
+        return Inputs([samples], size, trained, whole, doubt, names)
 
-    def _no_zeros(self, value: int = 0) -> NoReturn:
-        self._refuse(
-            "was called without samples before it was called with some, and take= "
-            "knows nothing of these",
-            "Begin with a batch that is not empty.",
-        )
+    def _taken(self, take: Take, args: tuple, kwargs: dict) -> Inputs:
+        samples, size = samples_of((args, kwargs), take_of_call(take))
+        if samples:
+            self._form = [samples[0].select(torch.arange(0))]
+        elif not self._form:
+            raise advice.NEVER_TAKEN.of(self.name)
+        return Inputs(samples or self._form, size, given=(args, kwargs))
 
     # -- arguments ---------------------------------------------------------------------
 
-    def _given(self, args: tuple, kwargs: dict) -> Given:
+    def _read_arguments(
+        self, args: tuple, kwargs: dict
+    ) -> tuple[list[Input], TreeSpec]:
+        """Returns the leaves of the arguments, and how these are made of them."""
         paths, spec = flatten((args, kwargs))
-        names, tensors = [], []
-        for (place, which, *inner), x in paths:
-            top = str(which.key) if place.idx else self._name(which.idx)
-            names.append(top + keystr(tuple(inner)))
-            if not {names[-1], top, top.partition("[")[0]} & self.shared:
-                self._refuse_kind(names[-1], x)
-                if isinstance(x, T) and x.dim():
-                    tensors.append((len(names) - 1, names[-1], x))
-        rest = args[len(self._named) :]
-        every = [*zip(self._named, args), (self._rest, rest), *kwargs.items()]
-        lists = {
-            name: len(x)
-            for name, x in every
-            if isinstance(x, (list, tuple, dict)) and x and name not in self.shared
-        }
-        unknown = self.shared - {n.partition("[")[0] for n in names} - {*names}
-        unknown -= self._known
-        if unknown and names:
-            raise Refused(
-                f"shared={sorted(unknown)} are no inputs of {self.name}.",
-                parameter="shared",
-                remedy=f"Its inputs are {', '.join(sorted(self._known))}.",
-            )
-        return Given(names, [x for _, x in paths], spec, tensors, lists)
+        rest = args[len(self._by_position) :]
+        arguments = {**dict(zip(self._by_position, args)), self._rest: rest, **kwargs}
+        names = [*self._by_position, *(f"{self._rest}[{i}]" for i in range(len(rest)))]
+        inputs = []
+        for (place, which, *inner), value in paths:
+            top = str(which.key) if place.idx else names[which.idx]
+            argument = top if top in arguments else self._rest
+            whole, name = arguments[argument], top + keystr(tuple(inner))
+            items = len(whole) if isinstance(whole, (list, tuple, dict)) else 0
+            is_named = not self.shared.isdisjoint({name, top, argument})
+            inputs.append(Input(name, argument, items, value, is_named))
+        return inputs, spec
 
-    def _name(self, place: int) -> str:
-        """Returns the name of a positional argument."""
-        if place < len(self._named):
-            return self._named[place]
-        return f"{self._rest}[{place - len(self._named)}]"
-
-    def _refuse_kind(self, name: str, x: Any) -> None:
-        take = "items"
-        if isinstance(x, PackedSequence):
-            kind, take = "a PackedSequence", "packed"
-        elif isinstance(x, T):
-            if x.layout is torch.strided and not x.is_nested:
-                return
-            kind = "a nested or sparse tensor"
-        elif isinstance(x, PLAIN) or inspect.isroutine(x):
-            return
-        else:
-            kind = f"of type {type(x).__name__}"
-        self._refuse(
-            f"input {name} is {kind}, of which it is not known where its samples are",
-            f"Give make_private(take=opacus_ext.take.{take}), or a function "
-            "take(inputs, i) of your own that gives sample i as a batch of one; "
-            f'where all samples share it, shared=["{name}"].',
-            name,
-        )
+    def _may_be_samples(self, given: Input) -> bool:
+        """Returns False for what all samples share; refuses what can't be cut."""
+        x = given.value
+        if given.is_named or isinstance(x, PLAIN) or inspect.isroutine(x):
+            return False
+        if isinstance(x, T) and x.layout is torch.strided and not x.is_nested:
+            return x.dim() > 0
+        raise advice.OF_A_KIND.of(self.name, given.name, **advice.kind_of(x))
 
     # -- the batch size ----------------------------------------------------------------
 
@@ -204,265 +178,155 @@ class InputReader:
     def _is_state(self, x: T) -> bool:
         return x.dim() == 3 and (x.shape[0], x.shape[2]) in self.states
 
-    def _size(self, given: Given) -> int:
+    def _size(self, tensors: list[Input]) -> int:
         """Returns the number of samples."""
-        draws = [draw for *_, x in given.tensors if (draw := draw_of(x)) is not None]
+        rows = [x for x in tensors if not self._is_state(x.value)]
+        self._longer.update(x.name for x in rows if self._length(x.value) > 1)
+        draws = [draw.size for x in tensors if (draw := draw_of(x.value)) is not None]
         if draws:
-            return self._size_of_draw(given, draws[0].size)
-        tensors = [(name, x) for _, name, x in given.tensors]
-        lengths = [self._length(x) for _, x in tensors if not self._is_state(x)]
-        lengths = lengths or [self._length(x) for _, x in tensors]
-        others = [n for n in lengths if n > 1]
-        if 0 in lengths or not others:
-            return min(lengths)
-        drawn = [n for n in reversed(self.drawn) if n in others]
-        size = drawn[0] if drawn else others[0]
-        if 1 not in lengths:
-            return size
-        # Which is it, one sample beside tables or samples beside a tensor [1, ...]?
-        had = {self._length(x) for name, x in tensors if name in self._batched}
-        if had:
-            return 1 if 1 in had else size
-        if bool(drawn) != (1 in self.drawn):
-            return size if drawn else 1
-        return 1 if lengths[0] == 1 else size
+            lengths = [self._length(x.value) for x in tensors]
+            lengths += [x.value.shape[1] for x in tensors if x not in rows]
+            if draws[0] not in lengths:
+                raise self._refused(advice.NO_ROWS, tensors, draws[0])
+            return draws[0]
+        had = [x for x in rows if x.name in self._batched]
+        lengths = [self._length(x.value) for x in had or rows or tensors]
+        # One sample beside tables may be meant: to share a sample is never safe.
+        ones = {x.name for x in rows if self._length(x.value) == 1}
+        if ones & self._longer or ones and not had and 1 in self.drawn:
+            return 1
+        if 0 in lengths:
+            return 0
+        return next((n for n in reversed(self.drawn) if n in lengths), lengths[0])
 
-    def _size_of_draw(self, given: Given, size: int) -> int:
-        """Returns the number of records drawn; refuses inputs without a row for each"""
-        for _, _, x in given.tensors:
-            if size in (self._length(x), x.shape[1] if self._is_state(x) else size - 1):
-                return size
-        shapes = ", ".join(f"{name} {tuple(x.shape)}" for _, name, x in given.tensors)
-        self._refuse(
-            f"was called with {shapes}, where the loader drew {size} records: which "
-            "part is of which record is not known",
-            f"{self._other_dim(given, size)}Give make_private(take="
-            f"{self._take(given)}), where function(inputs, i) gives record i as a "
-            "batch of one; or let the loader's collate_fn return a row for each "
-            "record.",
-        )
-
-    def _take(self, given: Given) -> str:
-        """Returns the name of what may take samples from flat tensors."""
-        if any(isinstance(m, nn.EmbeddingBag) for m in self.module.modules()):
-            return "opacus_ext.take.bags"
-        numbers = [x for *_, x in given.tensors if x.dtype is torch.long]
-        nodes = len(given.tensors[0][-1])
-        if any(x.dim() == 2 and len(x) == 2 for x in numbers):  # edges
-            if any(x.shape == (nodes,) for x in numbers):  # the graph of each node
-                return "opacus_ext.take.graphs"
-        return "function"
-
-    def _other_dim(self, given: Given, size: int) -> str:
-        """Returns the advice for batches in another dim."""
-        other = 1 - self.batch_dim
-        mixed = any(self._length(x) == size for *_, x in given.tensors)
-        for _, name, x in given.tensors:
-            if x.dim() > 1 and x.shape[other] == size != self._length(x):
-                advice = f"If the batch is dim {other} of {name}, pass {name}.transpose"
-                if mixed:  # another input has it where it is looked for
-                    return f"{advice}(0, 1), and transpose it back in the forward. "
-                first = bool(self.batch_dim)
-                return f"{advice}(0, 1), or make_private(batch_first={first}). "
-        return ""
-
-    def _doubt(self, given: Given, size: int) -> Doubt | None:
+    def _doubt(self, tensors: list[Input], size: int) -> Doubt | None:
         """
         Returns why gradients of a call may not enter a step, if it seems to be on
         records that were drawn, and has another number of samples: other calls may be
         on what the loader did not draw.
         """
-        if not self.drawn or size in self.drawn or not size:
+        if not self.drawn or size in {0, *self.drawn}:
             return None
-        if any(draw_of(x) is not None for *_, x in given.tensors):
+        if any(draw_of(x.value) is not None for x in tensors):
             return None
-        last = self.drawn[-1]
-        advice = self._other_dim(given, last)
-        if not advice and (size > 1 or not self.ones):
+        drawn = self.drawn[-1]
+        is_turned = bool(self._other_dim(tensors, drawn))
+        if not is_turned and (size > 1 or not self.ones):
             return None
-        shapes = ", ".join(f"{name} {tuple(x.shape)}" for _, name, x in given.tensors)
-        error = Refused(
-            f"{self.name}: was called with {shapes}, as {size} samples, where the "
-            f"loader drew {last} records.",
-            module=self.name,
-            parameter=given.tensors[0][1],
-            remedy=f"{advice}Call it on the records that were drawn; or give "
-            "make_private(take=function), where function(inputs, i) gives record i as "
-            "a batch of one.",
-        )
-        return Doubt(error, last, counts=not advice)
+        error = self._refused(advice.NO_ROWS, tensors, drawn)
+        return Doubt(error, drawn, counts=not is_turned)
 
     # -- samples and tables ------------------------------------------------------------
 
-    def _check_lists(self, given: Given, size: int) -> None:
+    def _refuse_items(
+        self, inputs: list[Input], tensors: list[Input], size: int
+    ) -> None:
         """
         Refuses a list, dict or ``*args`` whose items may be samples: its length is the
         batch size, or the batch size is read from its items alone.
         """
-        inside: dict[str, list[tuple[str, T]]] = {name: [] for name in given.lists}
-        outside = size in self.drawn
-        for _, name, x in given.tensors:
-            top = name.partition("[")[0]
-            if top in inside:
-                inside[top].append((name, x))
-            else:
-                outside = outside or self._length(x) == size
-        for top, count in given.lists.items():
-            tensors = inside[top]
-            known = tensors and all(
-                name in self._batched or self._is_state(x) for name, x in tensors
-            )
-            # Fields of records differ in kind, where items are all of one.
-            kinds = {(x.dtype, x.shape[1:]) for _, x in tensors}
-            if known or size < 2 or len(kinds) > 1:
-                continue
-            of_records = count == size or count in [*self.drawn][-1:]
-            if top == self._rest:  # a wrapper's, of a model with several inputs
-                of_records = of_records and bool(self.drawn)
-            elif tensors:
-                of_records = of_records or not outside
-            if of_records and not (tensors and self._are_fields(top, tensors)):
-                self._refuse_items(given, top)
-
-    def _are_fields(self, top: str, tensors: list[tuple[str, T]]) -> bool:
-        """Returns True for a dict with keys of the loader's records."""
-        fields = {f"{top}[{key!r}]" for key in self.fields()}
-        return {name for name, _ in tensors} <= fields
-
-    def _dims(self, given: Given, size: int) -> list[int | None]:
-        """Returns the batch dim of each tensor; None if all samples share it."""
-        dims: list[int | None] = []
-        others = []
-        for _, name, x in given.tensors:
-            dim = min(self.batch_dim, x.dim() - 1)
-            if self._is_state(x) and x.shape[1] == size:
-                is_square = x.shape[dim] == size > 1 and dim != 1
-                dim = self._dim_of_square(given, name, x) if is_square else 1
-            elif x.shape[dim] != size:
-                if x.shape[dim] != 1 or self.ones or draw_of(x) is not None:
-                    others.append((name, x))
-                dims.append(None)
-                continue
-            if size > 1:
-                self._batched[name] = dim
-            dims.append(dim)
-        if others:
-            self._refuse_others(given, others, size)
-        return dims
-
-    def _dim_of_square(self, given: Given, name: str, x: T) -> int:
-        """Returns the batch dim of what is as long in dim 0 as in dim 1."""
-        if name in self._batched:
-            return self._batched[name]
-        if name == given.tensors[0][1]:
-            return 0
-        self._refuse(
-            f"input {name} of shape {tuple(x.shape)} may be a state [layers, B, H], or "
-            "samples [B, T, H]",
-            "Begin with a batch of another size.",
-            name,
+        drawn = [*self.drawn]
+        is_known = size in drawn or any(
+            self._length(x.value) == size for x in tensors if not x.items
         )
+        lists = {x.argument: x for x in inputs if x.items and not x.is_named}
+        for name, x in lists.items():
+            inside = [item for item in tensors if item.argument == name]
+            may_be = x.items in (size, *drawn[-1:])
+            if name == self._rest:  # a wrapper's, of a model with several inputs
+                may_be = may_be and bool(drawn)
+            elif inside and not is_known:
+                may_be = True
+            if may_be and size > 1 and not self._are_fields(name, inside):
+                raise advice.ITEMS.of(self.name, name, count=x.items)
 
-    def _tell_of_tables(self, given: Given, dims: Sequence[int | None]) -> None:
-        """Warns of an input with samples that is the same tensor in two calls."""
-        same = []
-        for (_, name, x), dim in zip(given.tensors, dims):
-            before, written = self._last.get(name, (lambda: None, 0))
-            self._last[name] = weakref.ref(x), version(x)
-            if before() is x and written == version(x) and dim is not None:
-                if x.shape[dim] > 1:
-                    same.append(name)
-        if same and given.tensors[0][1] not in same:
-            warn_once(
-                self,
-                "tables",
-                f"{self.name}: {', '.join(same)} is read as samples, of which each "
-                "sees its row, and is one tensor in several calls. If all samples "
-                f"share it, name it: make_private(shared={same}).",
+    def _are_fields(self, argument: str, tensors: list[Input]) -> bool:
+        """
+        Returns True for what is no records: it differs in kind, has had samples, or is
+        a dict with keys of the loader's records.
+        """
+        kinds = {(x.value.dtype, x.value.shape[1:]) for x in tensors}
+        had = [x.name in self._batched or self._is_state(x.value) for x in tensors]
+        if len(kinds) > 1 or any(had) and all(had):
+            return True
+        keys = {f"{argument}[{key!r}]" for key in self.fields()} if tensors else set()
+        return bool(tensors) and keys.issuperset(x.name for x in tensors)
+
+    def _find_dims(self, tensors: list[Input], size: int) -> None:
+        """Sets the batch dims; refuses what is neither samples nor shared by them."""
+        for x in tensors:
+            x.dim = self._dim(x, size, is_first=x is tensors[0])
+        others = [x for x in tensors if x.dim is None and not self._is_shared(x.value)]
+        if others:
+            raise self._refused(
+                advice.NOT_AS_LONG,
+                tensors,
+                size,
+                name=others[0].name,
+                others=" is not as long, and ".join(map(str, others)),
+                names=[x.name for x in others],
+                samples=f"{size} sample{'s' * (size != 1)}",
             )
+        if size > 1:
+            self._batched.update((x.name, x.dim) for x in tensors if x.dim is not None)
+
+    def _dim(self, x: Input, size: int, is_first: bool) -> int | None:
+        """Returns the batch dim of a tensor, if it is as long as the batch in one."""
+        shape, dim = x.value.shape, min(self.batch_dim, x.value.dim() - 1)
+        is_long = shape[dim] == size
+        if not self._is_state(x.value) or shape[1] != size:
+            return dim if is_long else None
+        if dim == 1 or not is_long or size == 1:
+            return 1
+        if is_first or x.name in self._batched:
+            return self._batched.get(x.name, 0)
+        raise advice.SQUARE.of(self.name, x.name, shape=tuple(shape))
+
+    def _is_shared(self, x: T) -> bool:
+        """Returns True for a tensor ``[1, ...]`` that the loop makes."""
+        return self._length(x) == 1 and not self.ones and draw_of(x) is None
+
+    def _tell_of_tables(self, tensors: list[Input], size: int) -> None:
+        """Warns of an input with samples that is the same tensor in two calls."""
+        samples = [x for x in tensors if x.dim is not None]
+        same = [x.name for x in samples if self._seen.get(x.value) == version(x.value)]
+        self._seen.update({x.value: version(x.value) for x in samples})
+        if same and size > 1 and tensors[0].name not in same:
+            given = dict(model=self.name, names=", ".join(same), shared=same)
+            warn_once(self, "tables", advice.TABLES.format(**given))
+
+    def _cut(self, inputs: list[Input]) -> tuple[list[Any], list[tuple[T, T]]]:
+        """Returns the leaves of samples, and inputs that get a gradient with theirs."""
+        cut = [(x.value.detach(), x.dim) for x in inputs if x.dim is not None]
+        apart = iter(set_apart([x for x, _ in cut], [dim for _, dim in cut]))
+        leaves, trained = [], []
+        for x in inputs:
+            leaf, is_trained = x.value, isinstance(x.value, T) and x.value.requires_grad
+            if x.dim is not None:
+                leaf = next(apart).requires_grad_(is_trained)
+                if is_trained:
+                    trained.append((x.value, leaf))
+                leaf = leaf.movedim(x.dim, 0).unsqueeze(1 + x.dim)
+            elif is_trained:
+                raise advice.TRAINED.of(self.name, x.name, shape=tuple(leaf.shape))
+            leaves.append(leaf)
+        return leaves, trained
 
     # -- errors ------------------------------------------------------------------------
 
-    def _refuse_items(self, given: Given, name: str) -> NoReturn:
-        self._refuse(
-            f"the {given.lists[name]} items of input {name} may be samples",
-            "If they are, give make_private(take=opacus_ext.take.items), or a function "
-            "take(inputs, i) of your own that gives sample i as a batch of one; if "
-            f'not, make_private(shared=["{name}"]), or pass tensors [B, ...] as '
-            "arguments of their own.",
-            name,
+    def _other_dim(self, tensors: list[Input], size: int) -> str:
+        named = {x.name: x.value for x in tensors}
+        return advice.other_dim(named, size, self.batch_dim)
+
+    def _refused(
+        self, words: advice.Words, tensors: list[Input], size: int, **values: Any
+    ) -> Refused:
+        """Makes an error of tensors, where so many samples were looked for."""
+        return words.of(
+            self.name,
+            size=size,
+            shapes=", ".join(map(str, tensors)),
+            other_dim=self._other_dim(tensors, size),
+            take=advice.take_of(self.module, [x.value for x in tensors]),
+            **values,
         )
-
-    def _refuse_others(
-        self, given: Given, others: list[tuple[str, T]], size: int
-    ) -> NoReturn:
-        names = [name for name, _ in others]
-        shapes = " and ".join(f"{name} {tuple(x.shape)}" for name, x in others)
-        one = len(others) == 1
-        self._refuse(
-            f"input{'' if one else 's'} {shapes} {'is' if one else 'are'} not as long "
-            f"as the batch of {size} sample{'s' * (size != 1)}",
-            f"{self._other_dim(given, size)}If all samples share "
-            f"{'it' if one else 'them'}: make_private(shared={names}). If samples are "
-            f"in it in another way (flat, packed), make_private(take="
-            f"{self._take(given)}), where function(inputs, i) gives sample i as a "
-            "batch of one.",
-            names[0],
-        )
-
-    def _refuse(self, what: str, remedy: str, name: str | None = None) -> NoReturn:
-        raise Refused(
-            f"{self.name}: {what}.", module=self.name, parameter=name, remedy=remedy
-        )
-
-    # -- samples -----------------------------------------------------------------------
-
-    def _inputs(self, given: Given, size: int, dims: list[int | None]) -> Inputs:
-        leaves, trained = list(given.leaves), []
-        by_sample = [False] * len(leaves)
-        pairs = zip(given.tensors, dims)
-        cut = [(i, x, d) for (i, _, x), d in pairs if d is not None]
-        tensors = [x.detach() for _, x, _ in cut]
-        for (i, x, d), own in zip(cut, set_apart(tensors, [d for *_, d in cut])):
-            if x.requires_grad:
-                trained.append((x, own.requires_grad_()))
-            leaves[i] = own.movedim(d, 0).unsqueeze(1 + d)
-            by_sample[i] = True
-        for name, x, own in zip(given.names, leaves, by_sample):
-            if isinstance(x, T) and not own and x.requires_grad:
-                self._refuse(
-                    f"input {name} of shape {tuple(x.shape)} is shared by all samples "
-                    "and requires a gradient, which it would not get",
-                    "Make what computes it a part of the model, or detach() it.",
-                    name,
-                )
-        samples = Samples(None, leaves, by_sample, given.spec, size)
-        whole = tree_unflatten(given.leaves, given.spec)
-        names = given.names
-        return Inputs([samples], size, trained, samples.zeros, whole, names=names)
-
-
-def _of_both(take: Take) -> Take:
-    """Takes samples of positional and of keyword arguments."""
-
-    def both(given: Any, i: int) -> Any:
-        args, kwargs = given
-        return (
-            tuple(take(args, i)) if args else (),
-            dict(take(kwargs, i)) if kwargs else {},
-        )
-
-    def size(given: Any) -> int:
-        found = {getattr(take, "size")(part) for part in given if part} - {None}
-        if len(found) != 1:
-            raise Refused(
-                f"The arguments by position and by keyword hold {sorted(found)} "
-                "samples.",
-                parameter="take",
-                remedy="Give as many samples in both.",
-            )
-        return min(found)
-
-    if hasattr(take, "size"):
-        vars(both)["size"] = size
-    return both

@@ -82,7 +82,7 @@ class PrivateModel:
         mean_of: makes what the model returns for losses ``[B]`` of a ForwardRecord
     """
 
-    record_type, reader_type = ForwardRecord, InputReader
+    record_type = ForwardRecord
     handles: Sequence[Any] = ()  # of hooks on modules
     is_shared_out = False  # True if processes have shares of its parameters
     frees_parameters = False  # True if their memory is freed in the backward pass
@@ -101,7 +101,7 @@ class PrivateModel:
         self.enabled, self.running, self.compiles = True, False, False
         self.names = {p: n for n, p in module.named_parameters()}
         given = module, self.batch_dim, take, shared
-        self.inputs = self.reader_type(*given)
+        self.inputs = InputReader(*given)
         self.state = State(module)
         self.backward: Callable = lambda record, grads: [None] * len(record.leaves)
         self.begin: Callable[[int], None] = lambda size: None
@@ -338,8 +338,7 @@ class PrivateModel:
             size = sum(some.size for some in samples)
             if not samples:
                 return torch.zeros(0)
-            inputs = Inputs(samples, size, [], samples[0].zeros)
-            return self._losses(inputs, loss, total)
+            return self._losses(Inputs(samples, size), loss, total)
 
     def _can_compile(
         self, settings: Settings, inputs: Inputs, module: nn.Module | None = None

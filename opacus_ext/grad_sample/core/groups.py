@@ -234,6 +234,30 @@ def _items(batch: Any, take: Take) -> Iterator[Any]:
         ) from error
 
 
+def take_of_call(take: Take) -> Take:
+    """Makes a function that takes samples of ``(args, kwargs)``."""
+
+    def both(given: Any, i: int) -> Any:
+        args, kwargs = given
+        own = take(args, i) if args else (), take(kwargs, i) if kwargs else {}
+        return tuple(own[0]), dict(own[1])
+
+    def size(given: Any) -> int:
+        found = {getattr(take, "size")(part) for part in given if part} - {None}
+        if len(found) != 1:
+            raise Refused(
+                f"The arguments by position and by keyword hold {sorted(found)} "
+                "samples.",
+                parameter="take",
+                remedy="Give as many samples in both.",
+            )
+        return min(found)
+
+    if hasattr(take, "size"):
+        vars(both)["size"] = size
+    return both
+
+
 def _attempt(batch: Any, take: Take, i: int) -> tuple[Any, Exception | None]:
     """Returns an item, or the error that there is none."""
     try:

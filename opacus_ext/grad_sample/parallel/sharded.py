@@ -20,7 +20,6 @@ from opacus_ext.grad_sample.adapter.outputs import Returned
 from opacus_ext.grad_sample.adapter.state import Change
 from opacus_ext.grad_sample.core.clip import ClippedSum
 from opacus_ext.grad_sample.core.gradients import gradients_alone, gradients_of_group
-from opacus_ext.grad_sample.core.groups import Samples
 from opacus_ext.grad_sample.core.sharded import (
     ShardedSum,
     Shards,
@@ -117,7 +116,6 @@ class ShardedModel(PrivateModel):
     record_type = ShardedForward
     is_shared_out = frees_parameters = True
     initialized = False  # True once attributes of a first forward are set
-    _form: list[Samples] = []  # how a sample looks
 
     def __init__(self, module: nn.Module, *args: Any, **kwargs: Any):
         super().__init__(module, *args, **kwargs)
@@ -145,13 +143,7 @@ class ShardedModel(PrivateModel):
         self.shards.refuse_changes()
         if not self.initialized:
             forward.initialize()
-        samples = forward.inputs.samples or self._form
-        if not samples:
-            raise self.refused(
-                "the first batch of this process has no samples that take= could show.",
-                "Begin with a batch that has some in each process.",
-            )
-        self._form = [samples[0].select(torch.arange(0))]  # without data, as it is kept
+        samples = forward.inputs.samples
         ran = in_rounds(
             self.rounds,
             samples,
