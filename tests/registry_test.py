@@ -335,11 +335,11 @@ def test_added_arguments_with_epsilon(engine):
         max_grad_norm=1.0,
         grad_sample_mode="auto",
         on_nonfinite="raise",
-        shared=("mask",),
+        shared=("input",),
         rand_on_empty=True,
     )
     assert len(made) == 4 and made[1].on_nonfinite == "raise"
-    assert set(made[0].private.inputs.shared) == {"mask"}
+    assert set(made[0].private.inputs.shared) == {"input"}
 
 
 def test_the_engine_without_the_registry(unregistered):
