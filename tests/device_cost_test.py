@@ -185,7 +185,7 @@ def test_a_step_starts_few_ops_and_moves_few_bytes(cost):
     )
     ops = private["by_op"]
     assert ops["bmm"] == 2 * (2 * 6 + 1) + 2
-    assert private["ops"] < 1.6 * plain["ops"] and private["mb"] < 1.42 * plain["mb"]
+    assert private["ops"] < 1.6 * plain["ops"] and private["mb"] < 1.45 * plain["mb"]
 
 
 def test_one_wait(cost):

@@ -21,7 +21,12 @@ from opacus.utils.uniform_sampler import (
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
-from torch.utils.data import DataLoader, DistributedSampler, get_worker_info
+from torch.utils.data import (
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    get_worker_info,
+)
 
 from opacus_ext.data.draws import Counted, Draws
 from opacus_ext.data.logical import seeded
@@ -146,7 +151,10 @@ def _blank(value: Any) -> Any:
 
 def _fields_of(dataset: Any) -> Set[Any]:
     """Returns the keys of a record."""
-    record = dataset[0] if hasattr(dataset, "__getitem__") and len(dataset) else None
+    if isinstance(dataset, IterableDataset) or not len(dataset):
+        return set()
+    with seeded(0):  # random numbers of the run stay as they are
+        record = dataset[0]
     return {*record} if isinstance(record, Mapping) else set()
 
 

@@ -580,8 +580,11 @@ class GhostDPOptimizer(ClippingOptimizer, DPOptimizerFastGradientClipping):
             )
 
     def _compute_norms_of_sums(self) -> Sequence[torch.Tensor]:
+        """Returns norms of the sums, and their largest entries, which have signs."""
         sums = [local(grad) for _, grad, *_ in self._taken.values()]
-        return torch._foreach_norm(sums) if sums else []
+        sums = [torch.view_as_real(x) if x.is_complex() else x for x in sums]
+        sums = [x for x in sums if x.numel()]
+        return [*torch._foreach_norm(sums), *torch._foreach_max(sums)] if sums else []
 
     def _are_same_sums(self) -> bool:
         """

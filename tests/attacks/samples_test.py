@@ -748,6 +748,26 @@ FIXED += (seeds_its_generator, permutes, of_kernel_of_torch)
 SEEDED = (*FIXED, seeds_behind, forks, holds_a_generator)
 
 
+def test_a_seed_that_is_there_already():
+    """Set behind the draws of a sample, it told those of the next in any batch."""
+    masks = []
+
+    def draws(m, h):
+        masks.append(F.dropout(torch.ones(64), 0.5))
+        torch.manual_seed(3)
+        return h
+
+    for taken in (1, 2):
+        torch.manual_seed(3)
+        torch.rand(taken)  # the program is elsewhere in its stream
+        call = in_mode(Seeded(draws), torch.randn(3, 5, 4), square_loss, "scan")
+        torch.manual_seed(3)
+        torch.rand(taken)
+        call(torch.ones(3, 5, 4))
+    first, second = masks[:3], masks[3:]
+    assert not any(torch.equal(x, y) for x, y in zip(first, second))
+
+
 @pytest.mark.parametrize("then", SEEDED)
 def test_random_numbers_that_a_forward_seeds(then):
     """They were those of a place in the batch: a record less moved all behind it."""

@@ -276,7 +276,7 @@ class PrivateModel:
 
     def _of_samples(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         """Leaves out the number of tokens in the batch that the Trainer passes."""
-        if kwargs.get(_TOKENS) is None:
+        if kwargs.get(_TOKENS) is None or _TOKENS in self.inputs.shared:
             return kwargs
         text = (
             f"{self.describe()}: {_TOKENS} is a number of the batch, by which a sample "

@@ -32,7 +32,11 @@ from opacus_ext.grad_sample.adapter.objects import (
     is_looked_into,
     put_back,
 )
-from opacus_ext.grad_sample.core.generators import is_own
+from opacus_ext.grad_sample.core.generators import (
+    Stream,
+    is_own,
+    torch_generators,
+)
 from opacus_ext.grad_sample.core.values import (
     compared_entries,
     have_same_bits,
@@ -154,7 +158,7 @@ class State:
             self._collect()
         self._marks = {key: _mark(x) for key, (_, x) in self._tensors.items()}
         self._random = [(n, g, g.get_state()) for n, g in self._generators.items()]
-        self._seed, self._numbers = torch.initial_seed(), torch.get_rng_state()
+        self._streams = [*map(Stream, torch_generators())]
         self._copies: dict[int, T | None] = {}
         for _, x in self._tensors.values():
             if parameters or not isinstance(x, nn.Parameter):
@@ -189,14 +193,14 @@ class State:
 
     def restore(self) -> str | None:
         """
-        Restores everything, and torch's random numbers if a seed was set; returns the
-        name of a value that it can't restore.
+        Restores everything, and torch's generators for another sample; returns the name
+        of a value that it can't restore.
         """
         self._forget_transient()
         for _, generator, state in self._random:
             generator.set_state(state)
-        if torch.initial_seed() != self._seed:
-            torch.set_rng_state(self._numbers)
+        for stream in self._streams:
+            stream.begin_anew()
         lost: str | None = None
         for (name, value, *_), _, old in self._replaced():
             if not put_back(value, old):

@@ -47,6 +47,41 @@ def random_state() -> tuple:
     return state
 
 
+def torch_generators() -> list[torch.Generator]:
+    """Returns torch's own generators."""
+    on_devices = torch.cuda.default_generators if torch.cuda.is_initialized() else ()
+    return [torch.default_generator, *on_devices]
+
+
+class Stream:
+    """
+    The numbers of one of torch's generators, as a sample finds it. Another sample finds
+    the same state if this one has set a seed; if it has drawn numbers, or has set the
+    seed that was there already, a stream that this state tells.
+    """
+
+    def __init__(self, generator: torch.Generator):
+        self.generator = generator
+        self._note()
+
+    def _note(self) -> None:
+        self.state, self.seed = (
+            self.generator.get_state(),
+            self.generator.initial_seed(),
+        )
+
+    def begin_anew(self) -> None:
+        """Called between samples."""
+        if torch.equal(self.generator.get_state(), self.state):
+            return
+        was_seeded = self.generator.initial_seed() != self.seed
+        self.generator.set_state(self.state)
+        if not was_seeded:
+            given: Any = dict(generator=self.generator, device=self.generator.device)
+            self.generator.manual_seed(int(torch.randint(2**62, (), **given)))
+            self._note()
+
+
 def is_own(generator: Any) -> bool:
     """Returns True for a generator that is none of torch's."""
     if generator is None or generator is torch.default_generator:
