@@ -132,14 +132,16 @@ class _Distributed(Base):
             rounds.reshard()
         return found
 
-    def _adds_noise(self, p: torch.nn.Parameter) -> bool:
-        return self.rank == 0 or self._is_sharded(p)
-
     def _draws_noise(self) -> bool:
         return self.rank == 0  # or the seed of all shares
 
+    def _generators_of(self, params: Sequence[Any]) -> List[Any]:
+        return [self._generator_of(p) for p in params]
+
     def _generator_of(self, p: torch.nn.Parameter) -> Optional[torch.Generator]:
         if not self._is_sharded(p):
+            if self.rank != 0:
+                return None
             return self.generator or self._generator_for(p.device)
         key = p.device, *self._share(p)
         if key not in self._generators:

@@ -143,12 +143,11 @@ class NoisyOptimizer(Base):
         """Returns the generator that each step draws from, and no state of it twice."""
         return self._generator_for(self.params[0].device)
 
-    def _generator_of(self, p: torch.nn.Parameter) -> Optional[torch.Generator]:
-        return self._generator_for(p.device)
-
-    def _adds_noise(self, p: torch.nn.Parameter) -> bool:
-        """Returns True if this process adds the noise of a parameter."""
-        return True
+    def _generators_of(self, params: Sequence[Any]) -> List[Any]:
+        """Returns what each parameter's noise is drawn from; None for no noise."""
+        devices = {p.device for p in params}
+        generators = {device: self._generator_for(device) for device in devices}
+        return [generators[p.device] for p in params]
 
     def _draws_noise(self) -> bool:
         """Returns True if this process draws random numbers for the noise."""
@@ -209,8 +208,9 @@ class NoisyOptimizer(Base):
         self._sum_over_processes()
         for p in params:
             total = p.summed_grad
-            total = total if total.shape == p.shape else total.view_as(p)
-            p.grad = total.to(p.dtype)
+            if total.shape != p.shape:
+                total = total.view_as(p)
+            p.grad = total if total.dtype == p.dtype else total.to(p.dtype)
         _mark_as_processed([p.summed_grad for p in params])
 
     def _sum_over_processes(self) -> None:
@@ -224,18 +224,17 @@ class NoisyOptimizer(Base):
             self.correlated.begin(multiplier, self._places_of(params))
         small: Dict[tuple, List[tuple]] = defaultdict(list)
         undivided = []
-        for p in params:
-            total = local(p.summed_grad)
-            if not self._adds_noise(p):
+        totals = on_this_process([p.summed_grad for p in params])
+        for p, total, generator in zip(params, totals, self._generators_of(params)):
+            if generator is None:
                 undivided.append(total)
-                continue
-            generator = self._generator_of(p)
-            if total.numel() <= _SMALL:
+            elif total.numel() <= _SMALL:
                 undivided.append(total)
                 small[total.device, total.dtype, generator].append((p, total))
             else:  # in place: gradients and one noise tensor, as without privacy
-                own = [p], total, total.shape, std / divisor, generator
-                torch.add(self._row(*own), total, alpha=1 / divisor, out=total)
+                given = [p], total, total.shape, std / divisor, generator
+                noise = self._row(*given)
+                torch.add(noise, total, alpha=1 / divisor, out=total)
         for (_, _, generator), pairs in small.items():
             members, totals = zip(*pairs)
             sizes = [x.numel() for x in totals]
@@ -304,9 +303,11 @@ class NoisyOptimizer(Base):
             self.correlated.load_state_dict(noise)
 
 
-def local(x: torch.Tensor) -> torch.Tensor:
-    """Returns this process's shard, which shares its memory; else the tensor itself."""
-    return x.to_local() if isinstance(x, DTensor) else x
+def on_this_process(tensors: List[torch.Tensor]) -> List[torch.Tensor]:
+    """Returns tensors; of sharded ones this process's shards, which share memory."""
+    if DTensor not in map(type, tensors):
+        return tensors
+    return [x.to_local() if isinstance(x, DTensor) else x for x in tensors]
 
 
 def _normal(
@@ -324,8 +325,10 @@ def _normal(
 
 def divide(totals: Sequence[torch.Tensor], divisor: float) -> None:
     """Divides tensors in place, those of a device and dtype together."""
+    if divisor == 1:
+        return
     kinds: Dict[tuple, List[torch.Tensor]] = defaultdict(list)
-    for total in totals if divisor != 1 else ():
+    for total in totals:
         kinds[total.device, total.dtype].append(total)
     for same in kinds.values():
         torch._foreach_div_(same, divisor)

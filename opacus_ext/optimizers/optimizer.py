@@ -40,7 +40,7 @@ from opacus_ext.grad_sample.adapter.passes import Passes
 from opacus_ext.grad_sample.core.clip import ClippedSum
 from opacus_ext.grad_sample.factors import GradSample
 from opacus_ext.ledger import note_beside, note_broken
-from opacus_ext.optimizers.noise import NoisyOptimizer, divide, local
+from opacus_ext.optimizers.noise import NoisyOptimizer, divide, on_this_process
 from opacus_ext.refused import Refused
 
 
@@ -372,7 +372,7 @@ class ClippingOptimizer(NoisyOptimizer):
     def scale_grad(self) -> None:
         """Divides gradients by :attr:`divisor`, if :meth:`add_noise` has not."""
         if not self._divided:
-            divide([local(p.grad) for p in self.params], self.divisor)
+            divide(on_this_process([p.grad for p in self.params]), self.divisor)
         self._divided = False
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -539,9 +539,9 @@ class GhostDPOptimizer(ClippingOptimizer, DPOptimizerFastGradientClipping):
         self._check_same_bound()
         self._taken = {}
         for p, total in sums:
-            p.grad = grad = total.detach().to(p.dtype)
-            own = grad if grad.dtype == total.dtype else total.detach()
-            self._taken[id(p)] = p, grad, grad._version, own
+            total = total.detach()
+            p.grad = grad = total if total.dtype == p.dtype else total.to(p.dtype)
+            self._taken[id(p)] = p, grad, grad._version, total
         self._taken_norms = norms
         self._norms_of_sums = self._compute_norms_of_sums()
         self.ready = True
@@ -581,9 +581,8 @@ class GhostDPOptimizer(ClippingOptimizer, DPOptimizerFastGradientClipping):
 
     def _compute_norms_of_sums(self) -> Sequence[torch.Tensor]:
         """Returns norms of the sums, and their largest entries, which have signs."""
-        sums = [local(grad) for _, grad, *_ in self._taken.values()]
-        sums = [torch.view_as_real(x) if x.is_complex() else x for x in sums]
-        sums = [x for x in sums if x.numel()]
+        sums = on_this_process([grad for _, grad, *_ in self._taken.values()])
+        sums = [x for x in sums if 0 not in x.shape]
         return [*torch._foreach_norm(sums), *torch._foreach_max(sums)] if sums else []
 
     def _are_same_sums(self) -> bool:

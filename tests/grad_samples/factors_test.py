@@ -41,6 +41,14 @@ every_use = pytest.mark.parametrize(
 )
 
 
+@pytest.fixture(autouse=True)
+def nothing_is_decided():
+    """What was decided for equal sizes is forgotten, as tests force other choices."""
+    grad_sample._choose.cache_clear()
+    yield
+    grad_sample._choose.cache_clear()
+
+
 @pytest.fixture(params=[2**27, 300], ids=["large", "tiny"])
 def any_workspace(request):
     with workspace(request.param):
@@ -133,7 +141,7 @@ def test_sizes(axes, kinds, cache, num_bytes):
 @pytest.mark.parametrize("B", [1, 2])
 def test_rows_of_a_transposed_output(B, monkeypatch):
     """With one sample they are a view that is not contiguous."""
-    monkeypatch.setattr(grad_sample, "few", lambda *args: False)
+    monkeypatch.setattr(grad_sample, "_has_few_rows", lambda *args: False)
     ids, rows = torch.randint(5000, (B, 40)), torch.randn(B, 3, 40).double().mT
     got = GradSample(torch.Size([5000, 3]), B)
     got.add(OneHot(ids, 5000), rows)
@@ -190,21 +198,22 @@ def test_parameter_without_uses():
 @pytest.fixture(params=["gram", "segments", "few", "blocks", "cached"])
 def forced_way(request, monkeypatch):
     few, blocks, cached = (request.param == x for x in ("few", "blocks", "cached"))
-    grams = grad_sample.of_grams  # infinite where terms do not fit each other
+    grams = grad_sample._cost_of_grams  # infinite where terms do not fit each other
     for name, function in {
-        "few": lambda *args: few,
-        "of_grams": lambda terms: math.inf if blocks else grams(terms),
-        "of_blocks": lambda terms: 1.0 if blocks else 1e300,
-        "worth_caching": lambda *args: cached,
+        "_has_few_rows": lambda *args: few,
+        "_cost_of_grams": lambda terms: math.inf if blocks else grams(terms),
+        "_cost_of_blocks": lambda terms: 1.0 if blocks else 1e300,
+        "_is_worth_caching": lambda *args: cached,
     }.items():
         monkeypatch.setattr(grad_sample, name, function)
     if request.param in ("gram", "segments"):  # whatever the length
 
-        def by_segments(term):
-            one = bool(term.onehot) and len(term.dense) == 1
+        def has_segments(kind):
+            one = kind.has_onehot and len(kind.dense_widths) == 1
             return one and request.param == "segments"
 
-        monkeypatch.setattr(grad_sample, "by_segments", by_segments)
+        segments = property(has_segments)
+        monkeypatch.setattr(grad_sample.Kind, "has_segments", segments)
     return request.param
 
 
@@ -224,7 +233,7 @@ def test_every_way_gives_the_same_norm(group, forced_way, any_workspace):
 @pytest.mark.parametrize("uses", PAIRS, ids="+".join)
 def test_add_after_caching(uses, monkeypatch):
     """A use that comes after the norm (a recomputed block) joins what was cached."""
-    monkeypatch.setattr(grad_sample, "worth_caching", lambda *args: True)
+    monkeypatch.setattr(grad_sample, "_is_worth_caching", lambda *args: True)
     got, expected = built(uses[:1])
     got.squared_norm(cache=2**20)
     assert (got.cached_bytes > 0) == (uses[0] != "d")
@@ -266,7 +275,7 @@ def test_cancelling_uses(kinds, forced_way, any_workspace):
 @pytest.mark.parametrize("value", [math.inf, math.nan])
 def test_samples_that_are_not_finite_change_no_others(value, monkeypatch):
     """Groups of rows of one place are padded."""
-    monkeypatch.setattr(grad_sample, "few", lambda *args: False)
+    monkeypatch.setattr(grad_sample, "_has_few_rows", lambda *args: False)
     B, T, E = 24, 9, 4
     index, left, right = (
         torch.randint(E, (B, T)),

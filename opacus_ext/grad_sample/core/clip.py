@@ -45,11 +45,13 @@ class GroupNorms:
         self, params: Sequence[T], size: int, per_parameter: bool = False, keep=True
     ):
         self.params, self.size = params, size
+        self.keys = list(map(id, params))
         self.per_parameter, self.keep = per_parameter, keep
+        self.device = params[0].device
         self.dtype = torch.promote_types(params[0].dtype, torch.float32)
         self.samples: GradSamples = {}
-        self._places: list[int] = []  # parameters whose gradients are concatenated
-        self._rows: T | None = None
+        self._small: list[int] = []  # keys of gradients that are concatenated
+        self._rows: T | None = None  # those gradients, [B, entries]
         self._squares: dict[int, Squares] = {}
         self._wide = False  # True if some gradients are sums of bfloat16 products
         self._budget = workspace() if keep else 0
@@ -57,54 +59,59 @@ class GroupNorms:
     def add(self, p: T, sample: GradSample) -> None:
         """Adds a parameter's gradients; small ones are left to :meth:`finish`."""
         if sample.numel > SMALL or sample.flat() is None:
-            self._square(p, sample)
+            self._square(id(p), sample)
 
-    def _square(self, p: T, sample: GradSample) -> None:
-        values, least = sample.squares(cache=self._budget)
+    def _square(self, key: int, sample: GradSample) -> None:
+        squares = sample.squares(cache=self._budget)
         self._wide |= sample.sums_wide
         self._budget -= sample.cached_bytes
         if not self.keep:
             sample.clear()
-        kind: Any = self.params[0].device, self.dtype
-        least = None if least is None else least.to(*kind)
-        self._squares[id(p)] = Squares(values.to(*kind), least)
+        values, least = squares
+        if values.dtype != self.dtype or values.device != self.device:
+            kind: Any = self.device, self.dtype
+            least = None if least is None else least.to(*kind)
+            squares = Squares(values.to(*kind), least)
+        self._squares[key] = squares
 
     def finish(self, samples: GradSamples) -> T:
         """Returns the norms; missing parameters have a gradient of zero."""
         self.samples = samples
         if not self.per_parameter:
             self._concatenate_small()
-        like, places = self.params[0], {*self._places}
-        for i, p in enumerate(self.params):
-            key = id(p)
-            if key in samples and key not in self._squares and i not in places:
-                self._square(p, samples[key])
-        kind: Any = dict(dtype=self.dtype, device=like.device)
-        found = []
-        if self._rows is not None:
-            found.append(Squares(square_sum(self._rows)))
-        for i, p in enumerate(self.params):
-            key = id(p)
-            if i in places:
-                continue
-            if key in self._squares:
-                found.append(self._squares[key])
-            elif self.per_parameter or not found:
-                found.append(Squares(torch.zeros(self.size, **kind)))
-        squares = torch.stack([x.values for x in found]).clamp_(min=0)
+        small = {*self._small}
+        for key in self.keys:
+            if key in samples and key not in self._squares and key not in small:
+                self._square(key, samples[key])
         if self.per_parameter:
-            zeros = torch.zeros(self.size, **kind)
-            each = [zeros if x.least is None else x.least for x in found]
-            least: T | None = torch.stack(each)
+            squares, least = self._of_each_parameter()
         else:
-            squares = squares.sum(0)
-            each = [x.least for x in found if x.least is not None]
-            least = torch.stack(each).sum(0) if each else None
+            squares, least = self._of_all_parameters()
         self._squares_and_least = squares, least
         self.norms = squares.sqrt()
         if least is not None:
             self.norms = self.norms.masked_fill(squares < least, math.nan)
         return self.norms
+
+    def _of_each_parameter(self) -> Squares:
+        """Returns squares ``[parameters, B]``."""
+        zeros = torch.zeros(self.size, dtype=self.dtype, device=self.device)
+        parts = [self._squares.get(key, Squares(zeros)) for key in self.keys]
+        least = [zeros if part.least is None else part.least for part in parts]
+        values = torch.stack([part.values for part in parts])
+        return Squares(values.clamp_(min=0), torch.stack(least))
+
+    def _of_all_parameters(self) -> Squares:
+        """Returns squares ``[B]``."""
+        parts = list(self._squares.values())
+        if self._rows is not None:
+            parts.append(Squares(square_sum(self._rows)))
+        if not parts:
+            zeros = torch.zeros(self.size, dtype=self.dtype, device=self.device)
+            return Squares(zeros)
+        values = torch.stack([part.values for part in parts]).clamp_(min=0).sum(0)
+        least = [part.least for part in parts if part.least is not None]
+        return Squares(values, torch.stack(least).sum(0) if least else None)
 
     @property
     def norms_from_above(self) -> T:
@@ -125,18 +132,18 @@ class GroupNorms:
 
     def _concatenate_small(self) -> None:
         """Concatenates small gradients that are materialized already."""
-        rows, device = {}, self.params[0].device
-        for i, p in enumerate(self.params):
-            key = id(p)
-            if key not in self.samples or key in self._squares:
-                continue
-            sample = self.samples[key]
-            if sample.numel <= SMALL:
+        rows = {}
+        for key, sample in self.samples.items():
+            if sample.numel <= SMALL and key not in self._squares:
                 flat = sample.flat()
-                if flat is not None and flat.device == device:
-                    rows[i] = flat.to(self.dtype)
-        if len(rows) > 1:
-            self._places, self._rows = [*rows], torch.cat([*rows.values()], dim=1)
+                if flat is not None and flat.device == self.device:
+                    rows[key] = (
+                        flat if flat.dtype == self.dtype else flat.to(self.dtype)
+                    )
+        known = rows.keys() & set(self.keys)
+        if len(known) > 1:
+            self._small = [key for key in self.keys if key in known]
+            self._rows = torch.cat([rows[key] for key in self._small], dim=1)
 
     def drop(self, bad: T) -> None:
         """Sets the gradients of the samples of a mask ``[B]`` to zero."""
@@ -160,19 +167,19 @@ class GroupNorms:
         """
         small: dict[int, T] = {}
         if self._rows is not None:
-            with full_precision():
-                total = factors.to(self._rows) @ self._rows
-            sizes = [self.params[i].numel() for i in self._places]
-            small = dict(zip(self._places, total.split(sizes)))
-        for i, p in enumerate(self.params):
-            key = id(p)
-            if i in small:
-                yield small[i].view(p.shape)
-            elif key in self.samples:
-                own = factors[i] if factors.ndim > 1 else factors
-                yield self.samples[key].weighted_sum(own.to(p.device))
-            else:
+            total = factors.to(self._rows) @ self._rows
+            sizes = [self.samples[key].numel for key in self._small]
+            small = dict(zip(self._small, total.split(sizes)))
+        for i, (key, p) in enumerate(zip(self.keys, self.params)):
+            if key in small:
+                yield small[key].view(p.shape)
+            elif key not in self.samples:
                 yield None
+            else:
+                weights = factors[i] if self.per_parameter else factors
+                if weights.device != p.device:
+                    weights = weights.to(p.device)
+                yield self.samples[key].weighted_sum(weights)
 
     def rows_of(self, p: T) -> slice | None:
         """Returns the samples that have gradients of a parameter; None for none."""
@@ -326,11 +333,14 @@ def sums_by_name(params: dict[str, T], found: Sequence[T | None]) -> dict[str, T
     """
     sums = {}
     for (name, p), x in zip(params.items(), found):
-        dtype = torch.promote_types(p.dtype, torch.float32)
+        dtype = p.dtype
+        if dtype != torch.float32:
+            dtype = torch.promote_types(dtype, torch.float32)
         if x is None:
-            sums[name] = p.new_zeros(p.shape, dtype=dtype)
-        else:
-            sums[name] = x.to(p.device, dtype)
+            x = p.new_zeros(p.shape, dtype=dtype)
+        elif x.dtype != dtype or x.device != p.device:
+            x = x.to(p.device, dtype)
+        sums[name] = x
     return sums
 
 
@@ -395,9 +405,8 @@ class ClippedSum:
             group: the group that has run
             given: see :func:`~gradients.gradients_of_group`
         """
-        norms = self.group_norms(group.size)
-        samples, of_inputs = gradients_of_group(group, *given, done=norms.add)
-        self.add(rows, norms, samples)
+        samples, of_inputs = gradients_of_group(group, *given)
+        self.add(rows, self.group_norms(group.size), samples)
         return of_inputs
 
     def group_norms(self, size: int, keep: bool = True) -> GroupNorms:
@@ -413,6 +422,12 @@ class ClippedSum:
     def add(self, rows: T | None, group: GroupNorms, samples: GradSamples) -> None:
         """Adds the gradients of a group."""
         self.reached |= bool(samples)
+        with full_precision(self.norms.device):
+            self._add_clipped(rows, group, samples)
+
+    def _add_clipped(
+        self, rows: T | None, group: GroupNorms, samples: GradSamples
+    ) -> None:
         norms = group.finish(samples)
 
         def exact(at: T) -> ExactGroup:
@@ -592,7 +607,9 @@ class DenseGrads:
         """Adds the gradients of a group."""
         used = {n: samples[id(p)] for n, p in self.params.items() if id(p) in samples}
         # Materializes all first, so that a group that fails has no effect.
-        dense = [(n, g.materialize()) for n, g in used.items()]
+        device = next((self.params[name].device for name in used), None)
+        with full_precision(device):
+            dense = [(name, sample.materialize()) for name, sample in used.items()]
         with self._whole:
             for name, new in dense:
                 self._put(name, rows, new)

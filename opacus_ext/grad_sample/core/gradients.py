@@ -8,7 +8,6 @@ a view are permuted and padded; other values are differentiated by autograd.
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -77,16 +76,34 @@ class ParameterUse(NamedTuple):
     size: int | None = None  # number of samples, if not the group's (parallel/)
     samples: T | None = None  # indices of the samples among these, if not all
 
+    def check(self) -> None:
+        """Refuses data that were changed since they were saved."""
+        for x, version in zip(self.data, self.versions):
+            if x._version != version:
+                raise Refused(  # as autograd does
+                    "The input of a layer was changed in place after the layer was "
+                    "called, but the gradient needs the original values.",
+                    remedy="Compute out of place: y = 2 * x instead of x.mul_(2), "
+                    "inplace=False.",
+                )
+
     def of(self, backprops: T) -> list[tuple[ParameterValue, tuple[Factor, ...]]]:
         """Returns the factors of each value's per-sample gradients."""
-        given = []
+        tensors = []
         for x, rows in zip((backprops, *self.data), (self.rows, *self.data_rows)):
-            if self.samples is not None:  # the others are zero
-                zeros = x.new_zeros(self.size, *x.shape[1:])
-                x = zeros.index_copy(0, self.samples, x)
-            given.append(x.flatten(1, rows) if rows else x.unsqueeze(1))
-        found = self.factors(*given)
-        return [(v, f) for v, f in zip(self.values, found) if v is not None]
+            if self.samples is not None:
+                x = self._of_all(x)
+            if rows == 0:
+                x = x.unsqueeze(1)
+            elif rows > 1:
+                x = x.flatten(1, rows)
+            tensors.append(x)
+        pairs = zip(self.values, self.factors(*tensors))
+        return [(value, factors) for value, factors in pairs if value is not None]
+
+    def _of_all(self, x: T) -> T:
+        """Adds zeros for the samples of which there are no rows."""
+        return x.new_zeros(self.size, *x.shape[1:]).index_copy(0, self.samples, x)
 
 
 def of_copies(backprops: T) -> list[tuple[T]]:
@@ -96,8 +113,18 @@ def of_copies(backprops: T) -> list[tuple[T]]:
 
 class Collector:
     """
-    Collects the per-sample gradients of a group from the backprops of its uses. Calls
-    ``done`` with a parameter and its gradients when these are complete.
+    Collects the per-sample gradients of a group from the backprops of its uses.
+
+    Args:
+        params: parameters
+        size: number of samples
+        uses: all uses of the group
+        frees: True if parameters are freed in the backward pass
+        bundles: False to handle each use by itself
+        mask: samples that count ``[B]``, in compiled code; None for all
+
+    Attributes:
+        samples: the gradients so far, by the ids of the parameters
     """
 
     def __init__(
@@ -105,75 +132,79 @@ class Collector:
         params: Iterable[T],
         size: int,
         uses: Sequence[ParameterUse],
-        done: Callable[[T, GradSample], None] | None = None,
         frees: bool = False,
         bundles: bool = True,
         mask: T | None = None,
     ):
-        self.frees = frees  # True if parameters are freed in the backward pass
-        self.params, self.size, self.done = {id(p): p for p in params}, size, done
-        self.mask = mask  # samples that count ``[B]``, in compiled code; None for all
-        self.found: GradSamples = {}
+        params = tuple(params)
+        self.params = dict(zip(map(id, params), params))
+        self.size, self.frees, self.bundles, self.mask = size, frees, bundles, mask
+        self.samples: GradSamples = {}
         self._views: dict[int, View | None] = {}  # by the id of the value
         self._computed: dict[int, tuple[ParameterValue, GradSample]] = {}
         self._alike: dict[tuple, list[tuple[ParameterUse, T]]] = {}
-        # Pending uses of each parameter, and of each other value.
-        self._left: dict[int, float] = defaultdict(int)
+        # Uses and computed values that are left of each parameter; uses of each value.
+        self._left: dict[int, int] = defaultdict(int)
         self._of_value: dict[int, int] = defaultdict(int)
-        for value in [v for use in uses for v in use.values if v is not None]:
-            if value.key in self.params:
-                self._left[value.key] += 1
-                continue
-            self._of_value[id(value)] += 1
-            view = self._views[id(value)] = view_of(value, self.params)
-            for p in [view[0]] if view else value.leaves():
-                self._left[id(p)] += 1 if view else math.inf
-        # Small parameters with a single use.
-        self._single = {
-            i
-            for i, count in self._left.items()
-            if bundles and count == 1 and size * self.params[i].numel() <= SMALL
-        }
+        for use in uses:
+            for value in use.values:
+                if value is None:
+                    continue
+                if value.key in self.params:
+                    self._left[value.key] += 1
+                else:
+                    self._expect(value)
+        self._several = {key for key, count in self._left.items() if count > 1}
 
-    def add(self, use: ParameterUse, backprops: T) -> None:
-        """Adds the gradient of a use's output."""
-        for x, version in zip(use.data, use.versions):
-            if x._version != version:
-                raise Refused(  # as autograd does
-                    "The input of a layer was changed in place after the layer was "
-                    "called, but the gradient needs the original values.",
-                    remedy="Compute out of place: y = 2 * x instead of x.mul_(2), "
-                    "inplace=False.",
-                )
-        if (
-            backprops.numel() <= SMALL
-            and use.size is None
-            and self._single.issuperset([v.key for v in use.values if v is not None])
-        ):
+    def _expect(self, value: ParameterValue) -> None:
+        """Counts a use of a value that is no parameter itself."""
+        is_new = id(value) not in self._of_value
+        self._of_value[id(value)] += 1
+        if is_new:
+            self._views[id(value)] = view_of(value, self.params)
+        view = self._views[id(value)]
+        if view is not None:
+            self._left[id(view[0])] += 1
+        elif is_new:
+            for p in value.leaves():
+                self._left[id(p)] += 1
+
+    def add(self, use: ParameterUse, backprops: T) -> list[T]:
+        """
+        Adds the gradient of a use's output. Returns the parameters whose gradients are
+        complete.
+        """
+        use.check()
+        if self.bundles and backprops.numel() <= SMALL and self._can_bundle(use):
             self._alike.setdefault(_kind(use, backprops), []).append((use, backprops))
-            return
-        size = self.size if use.size is None else use.size
+            return []
+        complete: list[T] = []
         for value, factors in use.of(backprops):
             if self.mask is not None:
                 factors = self._masked(self.mask, factors)
-            p: T | None = value.tensor
-            if value.key not in self.params:
-                view = self._views[id(value)]
-                p = None
-                if view is not None and len(view[1]) in (0, len(factors)):
-                    p, factors = view[0], _of_param(view, factors)
-            if p is None:  # backpropagated in finish()
-                sample = GradSample(value.shape, size)
-                self._computed.setdefault(id(value), (value, sample))[1].add(*factors)
-                self._of_value[id(value)] -= 1
-                if self.frees and not self._of_value[id(value)]:
-                    self._pull(*self._computed.pop(id(value)))
+            if value.key in self.params:
+                complete += self._add(value.tensor, factors, use.size)
                 continue
-            sample, key = self._sample(p, size), id(p)
-            sample.add(*factors)
-            self._left[key] -= 1
-            if self.done is not None and not self._left[key]:
-                self.done(p, sample)
+            view = self._views[id(value)]
+            if view is not None and len(view[1]) in (0, len(factors)):
+                complete += self._add(view[0], _of_param(view, factors), use.size)
+            else:
+                complete += self._add_computed(value, factors, use.size)
+        return complete
+
+    def _can_bundle(self, use: ParameterUse) -> bool:
+        """Returns True for small parameters that have no other use."""
+        if use.size is not None:
+            return False
+        for value in use.values:
+            if value is None:
+                continue
+            key = value.key
+            if key not in self.params or key in self._several:
+                return False
+            if self.size * value.shape.numel() > SMALL:
+                return False
+        return True
 
     def _masked(self, mask: T, factors: tuple[Factor, ...]) -> tuple[Factor, ...]:
         """
@@ -185,32 +216,61 @@ class Collector:
             return factors
         return (first * mask.to(first.device)[:, None, None],)
 
-    def _sample(self, p: T, size: int) -> GradSample:
+    def _add(self, p: T, factors: tuple[Factor, ...], size: int | None) -> list[T]:
+        """Adds gradients of a parameter; returns it if these are complete."""
         key = id(p)
-        if key not in self.found:
-            self.found[key] = GradSample(p.shape, size)
-            self.found[key].mask = self.mask
-        return self.found[key]
+        sample = self.samples.get(key)
+        if sample is None:
+            sample = GradSample(p.shape, self.size if size is None else size)
+            sample.mask, self.samples[key] = self.mask, sample
+        sample.add(*factors)
+        self._left[key] -= 1
+        return [] if self._left[key] else [p]
 
-    def finish(self) -> GradSamples:
-        """Returns the gradients of all parameters that were used."""
+    def _add_computed(
+        self, value: ParameterValue, factors: tuple[Factor, ...], size: int | None
+    ) -> list[T]:
+        """Adds gradients of a value that was computed from parameters."""
+        key = id(value)
+        view = self._views[key]
+        if key not in self._computed:
+            sample = GradSample(value.shape, self.size if size is None else size)
+            self._computed[key] = value, sample
+            if view is not None:
+                self._left[id(view[0])] += 1
+        self._computed[key][1].add(*factors)
+        self._of_value[key] -= 1
+        if view is not None:
+            self._left[id(view[0])] -= 1
+        if self.frees and not self._of_value[key]:
+            return self._pull(*self._computed.pop(key))
+        return []
+
+    def finish(self) -> list[T]:
+        """
+        Adds what has been left for the end of the backward pass. Returns the parameters
+        whose gradients are complete now.
+        """
+        complete: list[T] = []
         for uses in self._alike.values():
-            self._add_together(uses)
+            complete += self._add_together(uses)
         for value, sample in self._computed.values():
-            self._pull(value, sample)
-        return self.found
+            complete += self._pull(value, sample)
+        return complete
 
-    def _pull(self, value: ParameterValue, sample: GradSample) -> None:
+    def _pull(self, value: ParameterValue, sample: GradSample) -> list[T]:
         """Backpropagates the gradients of a computed value to its parameters."""
+        complete: list[T] = []
         grads = sample.materialize().to(value.tensor.dtype)
         leaves = [x for x in value.leaves() if id(x) in self.params]
         for p, g in zip(leaves, value.pull(leaves, grads) if leaves else ()):
             if g is not None:
-                self._sample(p, len(g)).add(g.reshape(len(g), 1, -1))
+                complete += self._add(p, (g.reshape(len(g), 1, -1),), len(g))
+        return complete
 
-    def _add_together(self, uses: list[tuple[ParameterUse, T]]) -> None:
+    def _add_together(self, uses: list[tuple[ParameterUse, T]]) -> list[T]:
         """Handles n uses of one kind as one use with n times as many samples."""
-        n, first = len(uses), uses[0][0]
+        n, first, complete = len(uses), uses[0][0], list[T]()
         columns = zip(*((g, *use.data) for use, g in uses))
         backprops, *data = (c[0] if n == 1 else torch.cat(c) for c in columns)
         places = [i for i, v in enumerate(first.values) if v is not None]
@@ -219,16 +279,21 @@ class Collector:
             sample = GradSample(value.shape, n * self.size)
             sample.add(*factors)
             rows = sample.materialize().view(n, self.size, -1)
-            for (use, _), each in zip(uses, rows.unbind()):
+            for (use, _), some in zip(uses, rows.unbind()):
                 p = use.values[i].tensor
-                self.found[id(p)] = GradSample(p.shape, self.size, each)
+                self.samples[id(p)] = GradSample(p.shape, self.size, some)
+                complete.append(p)
+        return complete
 
 
 def _kind(use: ParameterUse, backprops: T) -> tuple:
     """Returns a key that is equal for uses that can be handled together."""
-    given = [(x.shape, x.dtype, x.device) for x in (backprops, *use.data)]
-    shapes = [None if v is None else v.shape for v in use.values]
-    return (use.factors, use.rows, use.data_rows, *shapes, *given)
+    key = [use.factors, use.rows, use.data_rows]
+    for x in (backprops, *use.data):
+        key += x.shape, x.dtype, x.device
+    for value in use.values:
+        key.append(value if value is None else value.shape)
+    return tuple(key)
 
 
 # -- views -----------------------------------------------------------------------------
@@ -287,8 +352,6 @@ def gradients_of_group(
     grads: Sequence[T | None],
     params: Sequence[T],
     inputs: Sequence[T] = (),
-    done: Callable[[T, GradSample], None] | None = None,
-    seen: Callable[[ParameterUse, T], None] | None = None,
     retain_graph: bool = False,
 ) -> tuple[GradSamples, list[T | None]]:
     """
@@ -300,61 +363,75 @@ def gradients_of_group(
         grads: the gradients of the outputs
         params: parameters
         inputs: leaves
-        done: called with a parameter and its gradients when these are complete
-        seen: called with each use and its backprops; the graph is retained then
         retain_graph: True if the graph is retained
     """
-    given = params, group.size, group.uses, done, group.frees_parameters
-    collector = Collector(*given)
-
-    def add(use: ParameterUse, backprops: T) -> None:
-        if seen is not None:
-            seen(use, backprops)
-        collector.add(use, backprops)
-
-    others, keep = [*params, *inputs], retain_graph or seen is not None
-    found = _backward(outputs, grads, group.uses, add, others, retain_graph=keep)
-    for grad in found[: len(params)]:
-        if grad is not None:
-            raise NotAtOnce(UNSEEN)
+    collector = Collector(params, group.size, group.uses, group.frees_parameters)
+    # What is computed from parameters that are freed is differentiated before.
+    receive = collector.add if group.frees_parameters else None
+    given = group.uses, outputs, grads, params, inputs
+    backprops, of_inputs = run_backward(*given, receive, retain_graph)
     with torch.no_grad():
-        return collector.finish(), found[len(params) :]
+        for use, g in zip(group.uses, backprops):
+            if g is not None:
+                collector.add(use, g)
+        collector.finish()
+    return collector.samples, of_inputs
 
 
-def _backward(
+def run_backward(
+    uses: Sequence[ParameterUse],
     outputs: Sequence[T],
     grads: Sequence[T | None],
-    uses: Sequence[ParameterUse],
-    add: Callable[[ParameterUse, T], None],
-    others: Sequence[T],
+    params: Sequence[T],
+    inputs: Sequence[T] = (),
+    receive: Callable[[ParameterUse, T], Any] | None = None,
     retain_graph: bool = False,
-) -> list[T | None]:
+) -> tuple[Sequence[T | None], list[T | None]]:
     """
-    Runs one backward pass: calls ``add`` with each use and its backprops, and returns
-    the gradients of ``others``.
+    Runs one backward pass. Returns the backprops of each use, and the gradients of the
+    inputs. With ``receive`` no backprops are kept: it is called with each use and its
+    backprops, as soon as these are there.
     """
     pairs = [
         (y, g) for y, g in zip(outputs, grads) if g is not None and y.requires_grad
     ]
     if not pairs:
-        return [None] * len(others)
-
-    def arrive(use: ParameterUse, grads: tuple[T | None, ...]) -> None:
-        if grads[0] is not None:
-            add(use, grads[0])
-
-    handles = [u.edge.node.register_prehook(partial(arrive, u)) for u in uses]
-    sources = [use.source for use in uses if use.source is not None]
-    leaves: list[Any] = [*others, *sources]
+        return (), [None] * len(inputs)
+    leaves: list[Any] = [*params, *inputs]
+    count, handles = len(leaves), []
+    if receive is None:
+        leaves += [use.edge for use in uses]
+    else:
+        leaves += [use.source for use in uses if use.source is not None]
+        for use in uses:
+            hook = partial(_receive, receive, use)
+            handles.append(use.edge.node.register_prehook(hook))
     ys, gs = zip(*pairs)
     try:
         found = torch.autograd.grad(
             ys, leaves, gs, allow_unused=True, retain_graph=retain_graph
         )
+    except RuntimeError:
+        for use in uses:  # torch's own error names no layer
+            use.check()
+        raise
     finally:
         for handle in handles:
             handle.remove()
-    return list(found[: len(others)])
+    for grad in found[: len(params)]:
+        if grad is not None:
+            raise NotAtOnce(UNSEEN)
+    backprops = found[count:] if receive is None else ()
+    return backprops, list(found[len(params) : count])
+
+
+def _receive(
+    receive: Callable[[ParameterUse, T], Any],
+    use: ParameterUse,
+    grads: tuple[T | None, ...],
+) -> None:
+    if grads[0] is not None:
+        receive(use, grads[0])
 
 
 def refuse_hooks(params: Iterable[tuple[str, T]]) -> None:

@@ -261,4 +261,5 @@ class TracedGroup(SampleGroup):
         for use, g in zip(uses, grads):
             if g is not None:
                 collector.add(use, g)
-        return collector.finish()
+        collector.finish()
+        return collector.samples

@@ -7,18 +7,18 @@ dropped as soon as they are complete.
 
 from __future__ import annotations
 
-import functools
-from typing import Any
+from typing import Any, Callable, Sequence
 
 import torch
 
 from opacus_ext.grad_sample.core.clip import ClippedSum, ExactGroup, digest
 from opacus_ext.grad_sample.core.gradients import (
+    Collector,
     GradSamples,
     ParameterUse,
-    gradients_of_group,
+    run_backward,
 )
-from opacus_ext.grad_sample.factors import GradSample
+from opacus_ext.grad_sample.factors import GradSample, full_precision
 from opacus_ext.refused import Refused
 
 T = torch.Tensor
@@ -29,34 +29,74 @@ class TwoPassSum(ClippedSum):
 
     def add_group(self, rows: T | None, group: Any, *given: Any) -> list[T | None]:
         """See :meth:`~clip.ClippedSum.add_group`."""
+        device = self.norms.device
+        with torch.no_grad(), full_precision(device):
+            return self._add_twice(rows, group, *given)
+
+    def _add_twice(
+        self,
+        rows: T | None,
+        group: Any,
+        outputs: Sequence[T],
+        grads: Sequence[T | None],
+        params: Sequence[T],
+        inputs: Sequence[T] = (),
+    ) -> list[T | None]:
         norms = self.group_norms(group.size, keep=False)
+        places = {id(p): i for i, p in enumerate(self.params)}
+
+        def one_pass(
+            take: Callable[[T, GradSample], None],
+            look: Callable[[ParameterUse, T], None] = _ignore,
+        ) -> list[T | None]:
+            """
+            Runs a backward pass. Calls ``look`` with each use and its backprops, and
+            ``take`` with each parameter and its gradients when these are complete.
+            """
+            collector = Collector(
+                params, group.size, group.uses, group.frees_parameters
+            )
+            samples = collector.samples
+
+            def receive(use: ParameterUse, backprops: T) -> None:
+                look(use, backprops)
+                for p in collector.add(use, backprops):
+                    take(p, samples.pop(id(p)))
+
+            with torch.enable_grad():
+                given = group.uses, outputs, grads, params, inputs
+                _, of_inputs = run_backward(*given, receive, retain_graph=True)
+            collector.finish()
+            for p in params:
+                if id(p) in samples:
+                    take(p, samples.pop(id(p)))
+            return of_inputs
+
         digests: dict[int, T] = {}
+        small: GradSamples = {}
+
+        def measure(p: T, sample: GradSample) -> None:
+            norms.add(p, sample)
+            small[id(p)] = sample
 
         def note(use: ParameterUse, backprops: T) -> None:
             digests[id(use)] = digest(backprops)
 
-        one_pass: Any = functools.partial(gradients_of_group, group, *given)
-        samples, _ = one_pass(done=norms.add, seen=note)
-        by_id = {id(p): i for i, p in enumerate(self.params)}
+        one_pass(measure, note)
 
         def exact(at: T) -> ExactGroup:
             """Runs a pass for the samples whose norms are uncertain."""
             wide: GradSamples = {}
 
-            def keep(p: T, sample: GradSample) -> None:
-                if id(p) in by_id and norms.rows_of(p) is not None:
+            def widen(p: T, sample: GradSample) -> None:
+                if id(p) in places and norms.rows_of(p) is not None:
                     wide[id(p)] = norms.wide(p, sample, at)
-                sample.clear()
 
-            samples, _ = one_pass(done=keep, seen=lambda use, backprops: None)
-            for p in self.params:
-                if id(p) in samples and id(p) not in wide:
-                    keep(p, samples[id(p)])
+            one_pass(widen)
             return norms.exact(at, wide)
 
-        with torch.no_grad():
-            clipped = self._clip(rows, norms.finish(samples), exact)
-            factors = norms.rounded(clipped.factors)
+        clipped = self._clip(rows, norms.finish(small), exact)
+        factors = norms.rounded(clipped.factors)
         differ: list[T] = []  # for each use in the second pass: True if it differs
         sums: dict[int, T] = {}
 
@@ -64,19 +104,15 @@ class TwoPassSum(ClippedSum):
             differ.append(_differ(digest(backprops), digests.get(id(use)), backprops))
 
         def add(p: T, sample: GradSample) -> None:
-            own = norms.rows_of(p)
-            if own is not None:
-                if clipped.apart is not None:
-                    sample.drop(clipped.apart[own])
-                weights = factors[by_id[id(p)]] if factors.dim() > 1 else factors
-                sums[id(p)] = sample.weighted_sum(weights[own].to(p.device))
-            sample.clear()
+            samples = norms.rows_of(p)
+            if samples is None:
+                return
+            if clipped.apart is not None:
+                sample.drop(clipped.apart[samples])
+            weights = factors[places[id(p)]] if self.per_parameter else factors
+            sums[id(p)] = sample.weighted_sum(weights[samples].to(p.device))
 
-        samples, of_inputs = one_pass(done=add, seen=compare)
-        with torch.no_grad():
-            for p in self.params:
-                if id(p) in samples and id(p) not in sums:
-                    add(p, samples[id(p)])
+        of_inputs = one_pass(add, compare)
         if len(differ) != len(digests) or differ and bool(torch.stack(differ).any()):
             raise Refused(
                 "Two backward passes through the model gave other gradients (a hook or "
@@ -85,9 +121,12 @@ class TwoPassSum(ClippedSum):
                 remedy='Use grad_sample_mode="ghost_bk" or "hooks".',
             )
         self.reached |= bool(sums)
-        with torch.no_grad():
-            self.put(clipped.join([sums.get(id(p)) for p in self.params]))
+        self.put(clipped.join([sums.get(id(p)) for p in self.params]))
         return of_inputs
+
+
+def _ignore(use: ParameterUse, backprops: T) -> None:
+    """Does not look at the backprops of a use."""
 
 
 def _differ(new: T, old: T | None, backprops: T) -> T:

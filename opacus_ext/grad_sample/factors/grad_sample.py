@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import enum
 import functools
 import math
-from typing import Any, Iterator, Sequence
+from typing import Any, Iterator, NamedTuple, Sequence
 
 import torch
 
@@ -22,7 +23,6 @@ from opacus_ext.grad_sample.factors.rows import (
     cut,
     dtype_of,
     entries,
-    full_precision,
     inner,
     joined,
     least_of_entries,
@@ -55,6 +55,7 @@ class Term:
         dtype: the dtype in which norms are accumulated, float32 or wider
         flat: the gradients, if they are materialized already; else None
         onehot: its one-hot factors
+        sums_wide: True if its rows are multiplied as bfloat16, with float32 sums
     """
 
     batch_size: int
@@ -62,6 +63,7 @@ class Term:
     dtype: torch.dtype
     flat: T | None = None
     onehot: Sequence[OneHot] = ()
+    sums_wide = False
 
     def materialize(self, dtype: torch.dtype, out: T | None = None) -> T:
         """Returns the gradients ``[B, numel]``, added in place to ``out`` if given."""
@@ -99,33 +101,51 @@ class OuterProducts(Term):
 
     Args:
         factors: each for one or more axes of the parameter, left to right
-
-    Attributes:
-        widths: the row sizes of the factors
     """
 
     def __init__(self, *factors: Factor):
-        first = entries(factors[0])
-        if len(factors) == 1 and type(factors[0]) is not OneHot:
-            first = upcast(first)
-            self.flat = first.squeeze(1) if first.shape[1] == 1 else first.sum(1)
-            first = self.flat.unsqueeze(1)
-            factors = (first,)
-        self.dense: list[T] = []
         self.onehot: list[OneHot] = []
-        for f in factors:
-            if type(f) is OneHot:
-                self.onehot.append(f)
-            else:
-                self.dense.append(f)
-        if not self.dense:  # each row counts as one
-            self.dense = [torch.ones(*first.shape, 1, device=first.device)]
-            factors = (*factors, *self.dense)
+        self.dense: list[T] = []
+        if OneHot in map(type, factors):
+            self.onehot = [f for f in factors if type(f) is OneHot]
+            self.dense = [f for f in factors if type(f) is not OneHot]
+            if not self.dense:  # each row counts as one
+                index = self.onehot[0].index
+                self.dense = [torch.ones(*index.shape, 1, device=index.device)]
+                factors = (*factors, *self.dense)
+        elif factors[1:]:
+            self.dense = list(factors)
+        else:
+            rows = factors[0] if factors[0].dtype.itemsize > 2 else upcast(factors[0])
+            self.flat = rows.squeeze(1) if rows.shape[1] == 1 else rows.sum(1)
+            factors = (self.flat.unsqueeze(1),)
+            self.dense = list(factors)
         self.factors = factors
-        self.widths = tuple([width_of(f) for f in factors])
-        self.batch_size, self.length = first.shape[:2]
-        self.device = first.device
-        self.dtype = dtype_of(*[f.dtype for f in self.dense])
+        first = self.dense[0]
+        self.batch_size, self.length, _ = first.shape
+        self.device, self.dtype = first.device, torch.float32
+        for f in self.dense:
+            if f.dtype != self.dtype:
+                self.dtype = dtype_of(self.dtype, f.dtype)
+        # Rows of bfloat16 are multiplied as they are, with float32 sums.
+        if first.dtype == torch.bfloat16 and len(factors) == len(self.dense) == 2:
+            self.sums_wide = sums_wide(*self.dense)
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """The row sizes of the factors."""
+        return tuple(
+            [f.size if type(f) is OneHot else f.shape[2] for f in self.factors]
+        )
+
+    @property
+    def kind(self) -> Kind:
+        """What the cost of its squares depends on."""
+        if self.onehot:
+            is_dense = tuple([type(f) is not OneHot for f in self.factors])
+        else:
+            is_dense = (True,) * len(self.factors)
+        return Kind(self.length, self.widths, is_dense, self.dtype)
 
     def materialize(self, dtype: torch.dtype, out: T | None = None) -> T:
         if self.onehot:
@@ -166,37 +186,43 @@ class OuterProducts(Term):
         new = table.reshape(self.batch_size, product(self.widths))
         return new if out is None else out.add_(new.view_as(out))
 
-    @property
-    def sums_wide(self) -> bool:
-        """True if its rows are multiplied as bfloat16, with float32 sums."""
-        return len(self.dense) == 2 and not self.onehot and sums_wide(*self.dense)
-
     def weighted_sum(self, weights: T, dtype: torch.dtype, out: T | None = None) -> T:
-        if self.sums_wide and weights.dtype == torch.bfloat16:
+        if weights.dtype == torch.bfloat16 and self.sums_wide:
             return self._wide_sum(weights, out)
-        weights = weights.to(dtype)
+        if weights.dtype != dtype:
+            weights = weights.to(dtype)
         if self.flat is not None:
             new = weights @ self.flat.to(dtype)
             return new if out is None else out.add_(new.view_as(out))
-        # Treats all rows as one sample's, and scales the narrowest factor.
-        at, weights = None, weights[:, None, None]
-        for f in self.dense:  # torch.compile does not support min(key=)
-            if at is None or f.shape[2] < at.shape[2]:
-                at = f
+        scaled = self._scaled(weights[:, None, None], dtype)
+        if len(scaled) == 2 and not self.onehot and out is None:
+            left, right = scaled
+            return left.flatten(0, 1).mT @ right.flatten(0, 1)
+        # All rows are those of one sample.
         factors: list[Factor] = []
-        for f in self.factors:
+        for f in scaled:
             if type(f) is OneHot:
                 factors.append(OneHot(f.index.reshape(1, -1), f.size))
-                continue
-            rows = f.to(dtype)
-            if f is at:  # contiguous, so that it need not be copied to be reshaped
-                to = None if torch.is_grad_enabled() else rows.new_empty(rows.shape)
-                rows, at = torch.mul(rows, weights, out=to), None
-            factors.append(rows.reshape(1, -1, f.shape[2]))
-        if len(factors) == 2 and not self.onehot and out is None:
-            left, right = factors
-            return left[0].mT @ right[0]  # one product
+            else:
+                factors.append(f.reshape(1, -1, f.shape[2]))
         return OuterProducts(*factors).materialize(dtype, out)
+
+    def _scaled(self, weights: T, dtype: torch.dtype) -> list[Factor]:
+        """Returns the factors, of which the narrowest is multiplied by weights."""
+        narrowest = self.dense[0]
+        for f in self.dense:  # torch.compile does not support min(key=)
+            if f.shape[2] < narrowest.shape[2]:
+                narrowest = f
+        factors = list(self.factors)
+        for i, f in enumerate(factors):
+            if type(f) is OneHot:
+                continue
+            rows = f if f.dtype == dtype else f.to(dtype)
+            if f is narrowest:  # contiguous, so that it need not be copied to reshape
+                out = None if torch.is_grad_enabled() else rows.new_empty(rows.shape)
+                rows, narrowest = torch.mul(rows, weights, out=out), None
+            factors[i] = rows
+        return factors
 
     def _wide_sum(self, weights: T, out: T | None) -> T:
         """Sums without rounding: two bfloat16 hold the 16 bits of a weighted number."""
@@ -229,11 +255,14 @@ class OuterProducts(Term):
         return OuterProducts(*factors)
 
     def squares(self) -> Squares:
-        """Uses products of Gram matrices, or sums of rows with the same index."""
-        if self.length == 1:  # the norm of an outer product is the product of norms
+        return self.squares_by(_way_of(self.kind, self.batch_size, workspace()))
+
+    def squares_by(self, way: Way) -> Squares:
+        """Returns the squared norms, computed by way of rows, segments or Grams."""
+        if way is Way.ROWS:
             norms = [sample_norms(f[:, 0].to(self.dtype)) for f in self.dense]
             return Squares(functools.reduce(torch.mul, norms).square_())
-        if by_segments(self) and not few(self, _FEWER):
+        if way is Way.SEGMENTS:
             rows = self.dense[0].to(self.dtype).flatten(0, 1)
             places, _ = places_of(self.onehot)
             squares = square_of_sums(rows, places, self.batch_size)
@@ -270,69 +299,134 @@ class OuterProducts(Term):
 #
 # Costs are multiply-adds a sample. Constants stand for memory traffic, timed on CPU: 4
 # for an entry in cache, 60 for one that is written and read twice. Results do not
-# depend on them.
+# depend on them. What is chosen depends on sizes, and is decided once for equal ones.
 
 
-def by_segments(term: OuterProducts) -> bool:
-    """Returns True if rows are grouped by index faster than Gram matrices are made."""
-    return bool(term.onehot) and len(term.dense) == 1 and term.length > 32
+class Way(enum.Enum):
+    """A way to compute squared norms."""
+
+    ROWS = "rows"  # one row a sample: the product of the norms of its factors
+    SEGMENTS = "segments"  # sums of rows with the same index
+    GRAMS = "grams"  # products of Gram matrices, over all pairs of terms
+    GROUPS = "groups"  # groups of rows with the same index
+    BLOCKS = "blocks"  # gradients materialized block by block
+    CACHE = "cache"  # gradients materialized and kept for the clipped sum
 
 
-def of_grams(terms: Sequence[OuterProducts]) -> float:
+class Kind(NamedTuple):
+    """
+    What the cost of a term depends on.
+
+    Attributes:
+        length: number of rows of a sample
+        widths: size of a row of each factor
+        is_dense: for each factor, False if it is one-hot
+        dtype: in which norms are accumulated
+    """
+
+    length: int
+    widths: tuple[int, ...]
+    is_dense: tuple[bool, ...]
+    dtype: torch.dtype
+
+    @property
+    def dense_widths(self) -> list[int]:
+        """The sizes of rows of the dense factors."""
+        return [n for n, dense in zip(self.widths, self.is_dense) if dense]
+
+    @property
+    def has_onehot(self) -> bool:
+        """True if a factor is one-hot."""
+        return not all(self.is_dense)
+
+    @property
+    def has_segments(self) -> bool:
+        """True if rows are grouped by index faster than Gram matrices are made."""
+        several = len(self.dense_widths) > 1
+        return self.has_onehot and not several and self.length > 32
+
+
+def _has_few_rows(kind: Kind, batch_size: int, bound: int, most: int) -> bool:
+    """Returns True if Gram matrices of all rows take few multiply-adds."""
+    width = 64 + sum(kind.dense_widths)  # 64: passes over the product
+    size = batch_size * kind.length**2
+    return size * width <= most and 3 * size * kind.dtype.itemsize <= bound
+
+
+def _way_of(kind: Kind, batch_size: int, bound: int) -> Way:
+    """Chooses between the ways of a term by itself."""
+    if kind.length == 1:
+        return Way.ROWS
+    if kind.has_segments and not _has_few_rows(kind, batch_size, bound, _FEWER):
+        return Way.SEGMENTS
+    return Way.GRAMS
+
+
+def _cost_of_grams(kinds: Sequence[Kind]) -> float:
     """Returns the cost of squared norms by Gram matrices, over all pairs of terms."""
-    if len({t.widths for t in terms}) > 1:
+    if len({kind.widths for kind in kinds}) > 1:
         return math.inf
     cost = 0.0
-    for i, u in enumerate(terms):
-        widths = sum([f.shape[2] for f in u.dense])
-        if by_segments(u):
-            cost += u.length * (16 + widths)
+    for i, first in enumerate(kinds):
+        width = sum(first.dense_widths)
+        if first.has_segments:
+            cost += first.length * (16 + width)
         else:  # one triangle and the diagonal blocks
-            cost += 0.65 * u.length**2 * (8 + widths)
-        for v in terms[:i]:
-            both = [
-                f.shape[2]
-                for f, g in zip(u.factors, v.factors)
-                if type(f) is not OneHot and type(g) is not OneHot
-            ]
-            cost += u.length * v.length * (8 * len(u.factors) + sum(both))
+            cost += 0.65 * first.length**2 * (8 + width)
+        for second in kinds[:i]:
+            are_dense = zip(first.widths, first.is_dense, second.is_dense)
+            width = sum([n for n, dense, other in are_dense if dense and other])
+            cost += first.length * second.length * (8 * len(first.widths) + width)
     return cost
 
 
-def of_blocks(terms: Sequence[OuterProducts]) -> float:
+def _cost_of_blocks(kinds: Sequence[Kind]) -> float:
     """Returns the cost of squared norms by materializing blocks."""
-    numel = product(terms[0].widths)
+    numel = product(kinds[0].widths)
     cost = 4.0 * numel
-    for t in terms:
-        if t.onehot:
-            cost += 2 * numel + t.length * product(f.shape[2] for f in t.dense)
+    for kind in kinds:
+        if kind.has_onehot:
+            cost += 2 * numel + kind.length * product(kind.dense_widths)
         else:
-            cost += t.length * numel
+            cost += kind.length * numel
     return cost
 
 
-def worth_caching(terms: Sequence[OuterProducts], cache: int, cost: float) -> bool:
+def _is_worth_caching(
+    kinds: Sequence[Kind], batch_size: int, cache: int, cost: float
+) -> bool:
     """
-    Returns True if gradients are to be materialized for the norm and cached for the
-    clipped sum.
-
-    Args:
-        cache: bytes that are left
-        cost: of the norm in the cheapest other way
+    Returns True if gradients are to be materialized for the norm and kept for the
+    clipped sum, with ``cache`` bytes left, and the cost of the cheapest other way.
     """
-    several = [t for t in terms if len(t.dense) > 1]
-    if not several or any([t.onehot for t in several]):
+    several = [kind for kind in kinds if len(kind.dense_widths) > 1]
+    if not several or any([kind.has_onehot for kind in several]):
         return False
-    numel = product(terms[0].widths)
-    size = terms[0].batch_size * numel * dtype_of(*[t.dtype for t in terms]).itemsize
-    return size <= cache and 60 * numel <= cost
+    numel = product(kinds[0].widths)
+    dtype = dtype_of(*[kind.dtype for kind in kinds])
+    return batch_size * numel * dtype.itemsize <= cache and 60 * numel <= cost
 
 
-def few(term: OuterProducts, most: int) -> bool:
-    """Returns True if Gram matrices of all rows take few multiply-adds."""
-    width = 64 + sum(f.shape[2] for f in term.dense)  # 64: passes over the product
-    size = term.batch_size * term.length**2
-    return size * width <= most and 3 * size * term.dtype.itemsize <= workspace()
+@functools.lru_cache(maxsize=2**14)
+def _choose(
+    kinds: tuple[Kind, ...], batch_size: int, cache: int, bound: int
+) -> tuple[Way, tuple[Way, ...]]:
+    """
+    Chooses the way for a sum of terms, and those of its terms where it is by Grams.
+    ``cache`` and ``bound`` are the bytes that gradients may occupy until the clipped
+    sum, and temporarily.
+    """
+    by_term = tuple([_way_of(kind, batch_size, bound) for kind in kinds])
+    first = kinds[0]
+    if len(kinds) == 1 and first.length == 1:
+        return Way.GRAMS, by_term
+    grams, blocks = _cost_of_grams(kinds), _cost_of_blocks(kinds)
+    if _is_worth_caching(kinds, batch_size, cache, min(grams, blocks)):
+        return Way.CACHE, by_term
+    if len(kinds) == 1 and first.has_onehot and len(first.dense_widths) > 1:
+        if not _has_few_rows(first, batch_size, bound, _FEW):
+            return Way.GROUPS, by_term
+    return (Way.BLOCKS if grams > blocks else Way.GRAMS), by_term
 
 
 # -- sum of terms ----------------------------------------------------------------------
@@ -340,7 +434,8 @@ def few(term: OuterProducts, most: int) -> bool:
 
 class GradSample:
     """
-    The per-sample gradients of one parameter, summed over all its uses in a step.
+    The per-sample gradients of one parameter, summed over all its uses in a step. Its
+    products are taken in :func:`~rows.full_precision` by those who ask for them.
 
     Args:
         shape: shape of the parameter
@@ -381,17 +476,31 @@ class GradSample:
         if factors and isinstance(factors[0], Term):
             term = factors[0]
         else:
-            self._check(factors)
+            if not self._fits(factors):
+                self._refuse(factors)
             term = OuterProducts(*factors)
-        last = self._terms[-1].flat if self._terms else None
+        if not self._terms:
+            if self.batch_size:
+                self._terms.append(term)
+            return
+        last = self._terms[-1].flat
         if last is not None and term.flat is not None:
             self._terms[-1] = OuterProducts((last + term.flat).unsqueeze(1))
-        elif self.batch_size:
+        else:
             self._terms.append(term)
 
-    def _check(self, factors: Sequence[Factor]) -> None:
-        if factors and self._fits(factors):
-            return
+    def _fits(self, factors: Sequence[Factor]) -> bool:
+        numel, rows = 1, None
+        for f in factors:
+            shape = (*f.index.shape, f.size) if type(f) is OneHot else f.shape
+            if rows is None:
+                rows = shape[:2]
+            if shape[:2] != rows or len(shape) != 3:
+                return False
+            numel *= shape[2]
+        return rows is not None and rows[0] == self.batch_size and numel == self.numel
+
+    def _refuse(self, factors: Sequence[Factor]) -> None:
         shapes = [tuple(entries(f).shape) for f in factors]
         sizes = [f.size for f in factors if isinstance(f, OneHot)]
         raise Refused(
@@ -402,15 +511,6 @@ class GradSample:
             "[B, T], one for each axis.",
         )
 
-    def _fits(self, factors: Sequence[Factor]) -> bool:
-        rows, numel = entries(factors[0]).shape[:2], 1
-        for f in factors:
-            shape = (*f.index.shape, f.size) if type(f) is OneHot else f.shape
-            if len(shape) != 3 or shape[:2] != rows:
-                return False
-            numel *= shape[2]
-        return rows[0] == self.batch_size and numel == self.numel
-
     def flat(self) -> T | None:
         """Returns ``[B, numel]`` if the gradients are materialized, else None."""
         return self._terms[0].flat if len(self._terms) == 1 else None
@@ -419,10 +519,9 @@ class GradSample:
         """Returns the per-sample gradients ``[B, *shape]``."""
         if not self._terms:
             return self._zeros(self.batch_size, *self.shape)
-        out = None
-        with full_precision(self._terms[0].device):
-            for term in self._in_order():
-                out = term.materialize(self._dtype, out)
+        out, dtype = None, self._dtype
+        for term in self._in_order():
+            out = term.materialize(dtype, out)
         return out.reshape(self.batch_size, *self.shape)
 
     def weighted_sum(self, weights: T) -> T:
@@ -432,17 +531,16 @@ class GradSample:
         """
         if not self._terms:
             return self._zeros(*self.shape)
-        total = None
-        with full_precision(self._terms[0].device):
-            for term in self._in_order():
-                total = term.weighted_sum(weights, self._dtype, total)
+        total, dtype = None, self._dtype
+        for term in self._in_order():
+            total = term.weighted_sum(weights, dtype, total)
         return total.reshape(self.shape)
 
     @property
     def sums_wide(self) -> bool:
         """True if rows are multiplied as bfloat16: weights should be bfloat16, too."""
         for term in self._terms:
-            if isinstance(term, OuterProducts) and term.sums_wide:
+            if term.sums_wide:
                 return True
         return False
 
@@ -470,10 +568,6 @@ class GradSample:
         """
         if not self._terms:
             return Squares(self._zeros(self.batch_size))
-        with full_precision(self._terms[0].device):
-            return self._squares(cache)
-
-    def _squares(self, cache: int) -> Squares:
         if not all([isinstance(t, OuterProducts) for t in self._terms]):
             if self.batch_size * self.numel * self._dtype.itemsize <= cache:
                 return self._cache(self)
@@ -481,24 +575,25 @@ class GradSample:
                 return self._terms[0].squares()
         merged = self._merged() if len(self._terms) > 1 else self
         terms: Sequence[OuterProducts] = merged._terms
-        if len(terms) == 1 and terms[0].length == 1:
-            return terms[0].squares()
-        grams, blocks = of_grams(terms), of_blocks(terms)
-        if worth_caching(terms, cache, min(grams, blocks)):
+        kinds = tuple([t.kind for t in terms])
+        choose: Any = _choose
+        if torch.compiler.is_compiling():  # Dynamo would warn of a cache
+            choose = _choose.__wrapped__
+        way, by_term = choose(kinds, self.batch_size, cache, workspace())
+        if way is Way.CACHE:
             return self._cache(merged)
-        if len(terms) == 1 and terms[0].onehot and len(terms[0].dense) > 1:
-            if not few(terms[0], _FEW):
-                return _square_by_groups(terms[0])
-        if grams > blocks:
+        if way is Way.GROUPS:
+            return _square_by_groups(terms[0])
+        if way is Way.BLOCKS:
             size = functools.reduce(torch.add, [t.size() for t in terms])
             values = sum(square_sum(x.materialize()) for x in merged._blocks())
             return Squares(values, least_of_entries(size, self._dtype))
-        each = [t.squares() for t in terms]
-        for i, u in enumerate(terms):
-            for v in terms[:i]:
-                both = inner(u.factors, v.factors, self._dtype)
-                each += [both, both]  # u with v, and v with u
-        return added(each)
+        squares = [t.squares_by(way) for t, way in zip(terms, by_term)]
+        for i, first in enumerate(terms):
+            for second in terms[:i]:
+                both = inner(first.factors, second.factors, self._dtype)
+                squares += [both, both]  # first with second, and the reverse
+        return added(squares)
 
     def exact_norms(self) -> T:
         """Returns the norms ``[B]`` of materialized gradients, however large."""
@@ -525,6 +620,8 @@ class GradSample:
 
     @property
     def _dtype(self) -> torch.dtype:
+        if len(self._terms) == 1:
+            return self._terms[0].dtype
         return dtype_of(*[t.dtype for t in self._terms])
 
     def _zeros(self, *shape: int) -> T:

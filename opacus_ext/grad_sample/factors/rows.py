@@ -249,6 +249,8 @@ def sums_wide(*factors: T) -> bool:
 
 def times(left: T, right: T, dtype: torch.dtype) -> T:
     """Returns ``left @ right`` for each sample, with products and sums in ``dtype``."""
+    if left.dtype == dtype and right.dtype == dtype:
+        return torch.bmm(left, right)
     if dtype == torch.float32 and sums_wide(left, right):
         return torch.bmm(left, right, out_dtype=dtype)
     return torch.bmm(left.to(dtype), right.to(dtype))
@@ -312,33 +314,41 @@ def inner(
     Returns ``sum_{t,t'} prod_k <left_k[t], right_k[t']>`` for each sample, computed in
     chunks of t that fit into the workspace. If ``right`` is None it equals ``left``.
     """
-    first, symmetric = entries(left[-1]), right is None
+    symmetric, first = right is None, entries(left[-1])
+    others = left if right is None else right
     batch_size, rows = first.shape[:2]
-    right = left if right is None else right
-    size = 2 * batch_size * entries(right[-1]).shape[1] * dtype.itemsize
-    step = max(1, workspace() // max(1, size))
-    if symmetric:  # one triangle suffices: each chunk with itself and twice with later
-        step = min(step, chunk(rows, first.device))
-    total = absolute = None
-    for start, stop in steps(rows, step):
+    row_bytes = 2 * batch_size * entries(others[-1]).shape[1] * dtype.itemsize
+    step = rows
+    if rows * row_bytes > _workspace:
+        step = max(1, _workspace // max(1, row_bytes))
+    if symmetric and rows > _FEWEST_AT_ONCE:  # one triangle suffices: each chunk with
+        step = min(step, chunk(rows, first.device))  # itself and twice with later ones
+    values = absolute = None
+    for start in range(0, rows, step or 1):
+        stop, later = start + step, others
+        some = left if step >= rows else _some_rows(left, slice(start, stop))
+        if symmetric and start:
+            later = _some_rows(others, slice(start, None))
         product: Any = None
-        for f, g in zip(left, right):
-            g = cut(g, (slice(None), slice(start, None))) if symmetric and start else g
-            f = f if step >= rows else cut(f, (slice(None), slice(start, stop)))
+        for f, g in zip(some, later):
             gram = _gram(f, g, dtype)
             product = gram if product is None else product.mul_(gram)
-        if symmetric and product.shape[2] > product.shape[1]:
-            product[:, :, stop - start :].mul_(2)
+        if symmetric and step < rows:
+            product[:, :, step:].mul_(2)
         squares = product.sum((1, 2))
         sizes = product.abs_().sum((1, 2))
-        total = squares if total is None else total + squares
+        values = squares if values is None else values + squares
         absolute = sizes if absolute is None else absolute + sizes
-    if total is None or absolute is None:
+    if values is None or absolute is None:
         return Squares(first.new_zeros(batch_size, dtype=dtype))
-    wide = first.device.type in _WIDE_SUMS
-    width = max(map(_width_of_wide, left)) if wide else 0
-    units = max(_OF_PRODUCTS, _OF_WIDE_PRODUCTS * width)
-    return Squares(total, absolute * (units * torch.finfo(dtype).eps))
+    units = _OF_PRODUCTS
+    if first.device.type in _WIDE_SUMS:
+        units = max(units, _OF_WIDE_PRODUCTS * max(map(_width_of_wide, left)))
+    return Squares(values, absolute * (units * torch.finfo(dtype).eps))
+
+
+def _some_rows(factors: Sequence[Factor], rows: slice) -> list[Factor]:
+    return [cut(f, (slice(None), rows)) for f in factors]
 
 
 def _width_of_wide(factor: Factor) -> int:
@@ -346,9 +356,14 @@ def _width_of_wide(factor: Factor) -> int:
     return factor.shape[2] if isinstance(factor, T) and sums_wide(factor) else 0
 
 
+#: The fewest rows of a triangle of Gram matrices that are multiplied at once.
+_FEWEST_AT_ONCE = 128
+
+
 def chunk(rows: int, device: torch.device) -> int:
     """Returns how many rows of a triangle of Gram matrices are multiplied at once."""
-    return max(128 if device.type == "cpu" else 512, math.ceil(rows / 4))
+    fewest = _FEWEST_AT_ONCE if device.type == "cpu" else 512
+    return max(fewest, math.ceil(rows / 4))
 
 
 def _gram(f: Factor, g: Factor, dtype: torch.dtype) -> T:
