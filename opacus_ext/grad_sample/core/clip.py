@@ -160,19 +160,27 @@ class GroupNorms:
         """
         return rounded_down(factors).bfloat16() if self._wide else factors
 
+    def small_sums(self, factors: T) -> dict[int, T]:
+        """
+        Returns, by the ids of the parameters, the weighted sums of small gradients that
+        :meth:`finish` has concatenated.
+        """
+        if self._rows is None:
+            return {}
+        total = factors.to(self._rows) @ self._rows
+        sizes = [self.samples[key].numel for key in self._small]
+        pairs = zip(self._small, total.split(sizes))
+        return {key: part.view(self.samples[key].shape) for key, part in pairs}
+
     def weighted_sums(self, factors: T) -> Iterator[T | None]:
         """
         Yields the sum over samples of factors times gradients for each parameter; None
         if it was not used. The factors have the shape of the norms.
         """
-        small: dict[int, T] = {}
-        if self._rows is not None:
-            total = factors.to(self._rows) @ self._rows
-            sizes = [self.samples[key].numel for key in self._small]
-            small = dict(zip(self._small, total.split(sizes)))
+        small = self.small_sums(factors)
         for i, (key, p) in enumerate(zip(self.keys, self.params)):
             if key in small:
-                yield small[key].view(p.shape)
+                yield small[key]
             elif key not in self.samples:
                 yield None
             else:

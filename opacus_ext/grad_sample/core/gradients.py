@@ -8,6 +8,7 @@ a view are permuted and padded; other values are differentiated by autograd.
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -26,7 +27,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn import functional as F
 
-from opacus_ext.grad_sample.factors import Factor, GradSample, OneHot
+from opacus_ext.grad_sample.factors import Factor, GradSample, OneHot, upcast
 from opacus_ext.grad_sample.rules import NotAtOnce
 from opacus_ext.refused import Refused
 
@@ -37,6 +38,9 @@ FactorsFn = Callable[..., Sequence[tuple[Factor, ...]]]
 
 # Gradients with at most this many entries are bundled, which saves kernel launches.
 SMALL = 2**16
+# Numbers in a print, which are hardly ever all small by chance, and the longest rows
+# that have signs of their own.
+_SIGNS, _WIDE = 8, 2**14
 UNSEEN = "a use of a parameter that is not seen (an autograd function)"
 
 
@@ -122,6 +126,7 @@ class Collector:
         frees: True if parameters are freed in the backward pass
         bundles: False to handle each use by itself
         mask: samples that count ``[B]``, in compiled code; None for all
+        prints: is given the backprops
 
     Attributes:
         samples: the gradients so far, by the ids of the parameters
@@ -135,8 +140,9 @@ class Collector:
         frees: bool = False,
         bundles: bool = True,
         mask: T | None = None,
+        prints: Prints | None = None,
     ):
-        params = tuple(params)
+        params, self.prints = tuple(params), prints
         self.params = dict(zip(map(id, params), params))
         self.size, self.frees, self.bundles, self.mask = size, frees, bundles, mask
         self.samples: GradSamples = {}
@@ -178,6 +184,8 @@ class Collector:
         if self.bundles and backprops.numel() <= SMALL and self._can_bundle(use):
             self._alike.setdefault(_kind(use, backprops), []).append((use, backprops))
             return []
+        if self.prints is not None:
+            self.prints.add(id(use), backprops)
         complete: list[T] = []
         for value, factors in use.of(backprops):
             if self.mask is not None:
@@ -273,6 +281,8 @@ class Collector:
         n, first, complete = len(uses), uses[0][0], list[T]()
         columns = zip(*((g, *use.data) for use, g in uses))
         backprops, *data = (c[0] if n == 1 else torch.cat(c) for c in columns)
+        if self.prints is not None:
+            self.prints.add(id(first), backprops)
         places = [i for i, v in enumerate(first.values) if v is not None]
         found = first._replace(data=data).of(backprops)
         for i, (value, factors) in zip(places, found):
@@ -294,6 +304,55 @@ def _kind(use: ParameterUse, backprops: T) -> tuple:
     for value in use.values:
         key.append(value if value is None else value.shape)
     return tuple(key)
+
+
+@functools.lru_cache(maxsize=64)
+def _signs(width: int, dtype: torch.dtype, device: torch.device) -> T:
+    """Returns random signs ``[width, _SIGNS]``, the same each time."""
+    generator = torch.Generator().manual_seed(width)
+    signs = torch.randint(2, (width, _SIGNS), generator=generator) * 2 - 1
+    return signs.to(device, dtype)
+
+
+class Prints:
+    """
+    Prints of backprops, of which two passes have the same if their backprops are:
+    products of each sample's entries with random signs.
+    """
+
+    def __init__(self) -> None:
+        self._prints: dict[int, T] = {}  # [B, _SIGNS]
+        self._tolerances: list[float] = []
+
+    def add(self, key: int, backprops: T) -> None:
+        """Adds the print of some backprops ``[B, ...]``, under a key."""
+        self._tolerances.append(1e-3 if backprops.dtype.itemsize >= 4 else 0.03)
+        if backprops.is_complex():
+            backprops = torch.view_as_real(backprops.resolve_conj())
+        flat = upcast(backprops).reshape(len(backprops), -1)
+        while flat.shape[1] > _WIDE:  # products of parts, for few signs in memory
+            end = flat.shape[1] // _WIDE * _WIDE
+            parts = flat[:, :end].unflatten(1, (-1, _WIDE))
+            parts = parts @ _signs(_WIDE, flat.dtype, flat.device)
+            flat = torch.cat([parts.flatten(1), flat[:, end:]], dim=1)
+        self._prints[key] = flat @ _signs(flat.shape[1], flat.dtype, flat.device)
+
+    def differ_from(self, other: Prints) -> bool:
+        """Returns True if some print differs by more than rounding."""
+        if self._prints.keys() != other._prints.keys():
+            return True
+        if not self._prints:
+            return False
+        first = next(iter(self._prints.values()))
+        old = [x.to(first) for x in self._prints.values()]
+        new = [other._prints[key].to(first) for key in self._prints]
+        sizes = torch.tensor([len(x) for x in old], device=first.device)
+        before = torch.cat(old).nan_to_num_(0, 0)
+        gaps = (torch.cat(new).nan_to_num_(0, 0) - before).norm(dim=1)
+        sums = before.norm(dim=1)
+        largest = torch.stack([x.max() for x in sums.split(sizes.tolist())])
+        bounds = sums * first.new_tensor(self._tolerances).repeat_interleave(sizes)
+        return bool((gaps > bounds + 1e-6 * largest.repeat_interleave(sizes)).any())
 
 
 # -- views -----------------------------------------------------------------------------

@@ -11,11 +11,12 @@ from typing import Any, Callable, Sequence
 
 import torch
 
-from opacus_ext.grad_sample.core.clip import ClippedSum, ExactGroup, digest
+from opacus_ext.grad_sample.core.clip import ClippedSum, ExactGroup
 from opacus_ext.grad_sample.core.gradients import (
     Collector,
     GradSamples,
     ParameterUse,
+    Prints,
     run_backward,
 )
 from opacus_ext.grad_sample.factors import GradSample, full_precision
@@ -46,20 +47,17 @@ class TwoPassSum(ClippedSum):
         places = {id(p): i for i, p in enumerate(self.params)}
 
         def one_pass(
-            take: Callable[[T, GradSample], None],
-            look: Callable[[ParameterUse, T], None] = _ignore,
+            take: Callable[[T, GradSample], None], prints: Prints | None = None
         ) -> list[T | None]:
             """
-            Runs a backward pass. Calls ``look`` with each use and its backprops, and
-            ``take`` with each parameter and its gradients when these are complete.
+            Runs a backward pass. Calls ``take`` with each parameter and its gradients
+            when these are complete.
             """
-            collector = Collector(
-                params, group.size, group.uses, group.frees_parameters
-            )
+            frees = group.frees_parameters
+            collector = Collector(params, group.size, group.uses, frees, prints=prints)
             samples = collector.samples
 
             def receive(use: ParameterUse, backprops: T) -> None:
-                look(use, backprops)
                 for p in collector.add(use, backprops):
                     take(p, samples.pop(id(p)))
 
@@ -72,17 +70,14 @@ class TwoPassSum(ClippedSum):
                     take(p, samples.pop(id(p)))
             return of_inputs
 
-        digests: dict[int, T] = {}
+        first, second = Prints(), Prints()
         small: GradSamples = {}
 
         def measure(p: T, sample: GradSample) -> None:
             norms.add(p, sample)
             small[id(p)] = sample
 
-        def note(use: ParameterUse, backprops: T) -> None:
-            digests[id(use)] = digest(backprops)
-
-        one_pass(measure, note)
+        one_pass(measure, first)
 
         def exact(at: T) -> ExactGroup:
             """Runs a pass for the samples whose norms are uncertain."""
@@ -97,23 +92,21 @@ class TwoPassSum(ClippedSum):
 
         clipped = self._clip(rows, norms.finish(small), exact)
         factors = norms.rounded(clipped.factors)
-        differ: list[T] = []  # for each use in the second pass: True if it differs
-        sums: dict[int, T] = {}
-
-        def compare(use: ParameterUse, backprops: T) -> None:
-            differ.append(_differ(digest(backprops), digests.get(id(use)), backprops))
+        if clipped.apart is not None:
+            norms.drop(clipped.apart)
+        sums = norms.small_sums(factors)
 
         def add(p: T, sample: GradSample) -> None:
             samples = norms.rows_of(p)
-            if samples is None:
+            if samples is None or id(p) in sums:
                 return
             if clipped.apart is not None:
                 sample.drop(clipped.apart[samples])
             weights = factors[places[id(p)]] if self.per_parameter else factors
             sums[id(p)] = sample.weighted_sum(weights[samples].to(p.device))
 
-        of_inputs = one_pass(add, compare)
-        if len(differ) != len(digests) or differ and bool(torch.stack(differ).any()):
+        of_inputs = one_pass(add, second)
+        if first.differ_from(second):
             raise Refused(
                 "Two backward passes through the model gave other gradients (a hook or "
                 "autograd function has state or draws random numbers), but mode "
@@ -123,16 +116,3 @@ class TwoPassSum(ClippedSum):
         self.reached |= bool(sums)
         self.put(clipped.join([sums.get(id(p)) for p in self.params]))
         return of_inputs
-
-
-def _ignore(use: ParameterUse, backprops: T) -> None:
-    """Does not look at the backprops of a use."""
-
-
-def _differ(new: T, old: T | None, backprops: T) -> T:
-    """Returns True if the digests of some sample differ by more than rounding."""
-    if old is None:
-        return torch.ones((), dtype=torch.bool, device=new.device)
-    new, old = new.nan_to_num(0, 0), old.nan_to_num(0, 0)
-    tolerance = 1e-3 if backprops.dtype.itemsize >= 4 else 0.03
-    return ((new - old).abs() > tolerance * old[0] + 1e-6 * old[0].max()).any()

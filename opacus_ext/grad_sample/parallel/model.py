@@ -165,6 +165,10 @@ class ParallelNorms(GroupNorms):
         found = (rows for at, rows, _ in self.parts for i in at if self.params[i] is p)
         return next(found, None)
 
+    def small_sums(self, factors: T) -> dict[int, T]:
+        """See :class:`~core.clip.GroupNorms`; the parts concatenate theirs."""
+        return {}
+
     def weighted_sums(self, factors: T) -> Iterator[T | None]:
         """See :class:`~core.clip.GroupNorms`."""
         found: list[T | None] = [None] * len(self.params)
