@@ -539,7 +539,8 @@ class GhostDPOptimizer(ClippingOptimizer, DPOptimizerFastGradientClipping):
         self._check_same_bound()
         self._taken = {}
         for p, total in sums:
-            total = total.detach()
+            if total.requires_grad:
+                total = total.detach()
             p.grad = grad = total if total.dtype == p.dtype else total.to(p.dtype)
             self._taken[id(p)] = p, grad, grad._version, total
         self._taken_norms = norms

@@ -528,7 +528,10 @@ def unchanged(params: Collection[T]) -> Iterator[None]:
 def _versions(params: Collection[T]) -> list[int]:
     if torch.compiler.is_compiling():
         return []
-    return [0 if p.is_inference() else p._version for p in params]
+    try:
+        return [p._version for p in params]
+    except RuntimeError:  # tensors made in inference mode have none
+        return [0 if p.is_inference() else p._version for p in params]
 
 
 def gradients_alone(

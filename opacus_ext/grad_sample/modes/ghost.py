@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 from typing import Any, Callable, Sequence
 
 import torch
@@ -375,9 +376,17 @@ class Ghost(PrivateMode):
         if optimizer.ready:
             raise second_pass(f"To accumulate batches use {MEMORY_MANAGER}.")
         kind = self.private.sum_of(self.sum_of)
-        params = {self.private.names[p]: p for p in optimizer.params}
         clipping = optimizer.clipping_function
+        params = self._by_name(optimizer.params)
         return kind(params, size, clipping, self.on_nonfinite, scale)
+
+    def _by_name(self, params: list[nn.Parameter]) -> dict[str, nn.Parameter]:
+        """Returns parameters of the model by name, in the order of the list."""
+        named = self.private.params
+        same = map(operator.is_, named.values(), params)
+        if len(named) == len(params) and all(same):  # hashing tensors takes longer
+            return named
+        return {self.private.names[p]: p for p in params}
 
     def _set_grads(self, optimizer: Any, total: ClippedSum) -> None:
         self.per_sample_gradient_norms = total.norms
