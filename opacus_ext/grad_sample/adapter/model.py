@@ -21,6 +21,7 @@ from opacus_ext.grad_sample.adapter.inputs import InputReader, Inputs
 from opacus_ext.grad_sample.adapter.outputs import Leaf
 from opacus_ext.grad_sample.adapter.passes import Passes
 from opacus_ext.grad_sample.adapter.state import State
+from opacus_ext.grad_sample.core.clip import ClippedSum
 from opacus_ext.grad_sample.core.dynamo import (
     Settings,
     count_a_frame,
@@ -191,9 +192,9 @@ class PrivateModel:
     def reset(self) -> None:
         """Called after a backward pass that has failed."""
 
-    def sum_of(self, kind: type) -> Callable[..., Any]:
-        """Returns the clipped sum of this model, for a mode that has this kind."""
-        return kind
+    def clipped_sum(self, *args: Any, **kwargs: Any) -> ClippedSum:
+        """Makes the clipped sum of a batch, with the arguments of ClippedSum."""
+        return ClippedSum(*args, **kwargs)
 
     def run(self, forward: ForwardRecord) -> None:
         """Runs all samples of a forward pass."""

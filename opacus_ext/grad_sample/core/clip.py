@@ -9,12 +9,13 @@ from __future__ import annotations
 import functools
 import math
 import warnings
-from typing import Any, Callable, Iterable, Iterator, NamedTuple, Sequence
+from typing import Any, Callable, Iterable, Iterator, NamedTuple, Optional, Sequence
 
 import torch
 
 from opacus_ext.clipping import check_parameters, is_built_in
 from opacus_ext.grad_sample.core.gradients import SMALL, GradSamples, gradients_of_group
+from opacus_ext.grad_sample.core.two_passes import add_in_two_passes
 from opacus_ext.grad_sample.factors import (
     ROUNDING,
     GradSample,
@@ -32,6 +33,12 @@ from opacus_ext.grad_sample.factors import (
 from opacus_ext.refused import Refused
 
 T = torch.Tensor
+Reduce = Callable[[Iterable[Optional[T]]], Iterable[Optional[T]]]
+
+
+def totals_of(norms: T) -> T:
+    """Returns norms over all parameters ``[B]``, of norms ``[parameters, B]``, too."""
+    return scaled_norms(norms.mT) if norms.dim() > 1 else norms
 
 
 class GroupNorms:
@@ -121,6 +128,10 @@ class GroupNorms:
             return self.norms
         above = (squares + ROUNDING * least).sqrt()
         return torch.where(squares < least, above, self.norms)
+
+    def totals(self, norms: T) -> T:
+        """Returns the norms over all parameters of this process's samples."""
+        return totals_of(norms)
 
     def wide(self, p: T, sample: GradSample, samples: T) -> GradSample:
         """Returns the gradients of some samples, by their indices, in float64."""
@@ -379,6 +390,9 @@ class ClippedSum:
         clipping: a clipping function, see :func:`~opacus_ext.clipping.Clipping`
         on_nonfinite: "drop" or "raise", for a sample whose gradient is not finite
         scale: factor of the losses, by which the gradients are divided
+        passes: 2 to keep no gradients between norms and sum, see two_passes.py
+        norms_of: makes the norms of a group, with the arguments of :class:`GroupNorms`
+        reduce: maps sums of this process to what it has of those of all processes
 
     Attributes:
         norms: norms of the gradients before clipping ``[B]``, infinite if not finite
@@ -394,7 +408,11 @@ class ClippedSum:
         clipping: Callable[[T], T],
         on_nonfinite: str = "drop",
         scale: float = 1.0,
+        passes: int = 1,
+        norms_of: Callable[..., GroupNorms] = GroupNorms,
+        reduce: Reduce | None = None,
     ):
+        self.passes, self.norms_of, self.reduce = passes, norms_of, reduce
         self.names, self.params = list(params), list(params.values())
         check_parameters(clipping, len(self.params))
         self.clipping, self.on_nonfinite, self.scale = clipping, on_nonfinite, scale
@@ -413,18 +431,19 @@ class ClippedSum:
             group: the group that has run
             given: see :func:`~gradients.gradients_of_group`
         """
+        if self.passes == 2:
+            return add_in_two_passes(self, rows, group, *given)
         samples, of_inputs = gradients_of_group(group, *given)
         self.add(rows, self.group_norms(group.size), samples)
         return of_inputs
 
     def group_norms(self, size: int, keep: bool = True) -> GroupNorms:
         """Makes norms for a group of this size; see :class:`GroupNorms`."""
-        return GroupNorms(self.params, size, self.per_parameter, keep)
+        return self.norms_of(self.params, size, self.per_parameter, keep)
 
     def add_samples(self, samples: GradSamples) -> None:
         """Adds the gradients of all samples."""
-        norms = GroupNorms(self.params, len(self.norms), self.per_parameter)
-        self.add(None, norms, samples)
+        self.add(None, self.group_norms(len(self.norms)), samples)
 
     @torch.no_grad()
     def add(self, rows: T | None, group: GroupNorms, samples: GradSamples) -> None:
@@ -436,14 +455,14 @@ class ClippedSum:
     def _add_clipped(
         self, rows: T | None, group: GroupNorms, samples: GradSamples
     ) -> None:
-        norms = group.finish(samples)
+        group.finish(samples)
 
         def exact(at: T) -> ExactGroup:
             params = [p for p in self.params if id(p) in samples]
             wide = {id(p): group.wide(p, samples[id(p)], at) for p in params}
             return group.exact(at, wide)
 
-        clipped = self._clip(rows, norms, exact)
+        clipped = self.clip(rows, group, exact)
         if clipped.apart is not None:
             group.drop(clipped.apart)
         sums = group.weighted_sums(group.rounded(clipped.factors))
@@ -454,7 +473,7 @@ class ClippedSum:
         self.reached = True
         if not is_built_in(self.clipping):
             self._check_sensitivity(norms, self.clipping(norms))
-        self._set_norms(rows, norms)
+        self._set_norms(rows, totals_of(norms))
         self.put(sums)
 
     def put(self, sums: Iterable[T | None]) -> None:
@@ -462,16 +481,16 @@ class ClippedSum:
         with self._whole:
             self._add(sums)
 
-    def _clip(
-        self, rows: T | None, norms: T, exact: Callable[[T], ExactGroup]
+    def clip(
+        self, rows: T | None, group: GroupNorms, exact: Callable[[T], ExactGroup]
     ) -> Clipped:
         """
         Returns clipping factors. The norms that are not finite are computed anew by
         ``exact``, which is given the indices of their samples.
         """
-        norms = _over(norms, self.scale)
+        norms = _over(group.norms, self.scale)
         if is_finite(norms):
-            self._set_norms(rows, norms)
+            self._set_norms(rows, group.totals(norms))
             return Clipped(self._factors(norms))
         apart = _not_finite(norms)
         (at,) = apart.nonzero(as_tuple=True)
@@ -479,7 +498,7 @@ class ClippedSum:
         norms = norms.clone()
         norms[..., at] = _over(found.norms, self.scale).to(norms)
         norms, bad = self._check_finite(norms, rows)
-        self._set_norms(rows, norms)
+        self._set_norms(rows, group.totals(norms))
         factors = self._factors(norms, bad)
         if bad is not None:
             found.drop(bad[at])
@@ -523,7 +542,7 @@ class ClippedSum:
             norms = self._norms_alone(used, each)
             norms = norms if self.per_parameter else scaled_norms(norms.mT)
             norms, bad = self._check_finite(norms, rows)
-        self._set_norms(rows, norms)
+        self._set_norms(rows, totals_of(norms))
         factors = self._factors(norms, bad)
         if bad is not None:
             used, dense = [], []
@@ -543,6 +562,11 @@ class ClippedSum:
 
     def _add_dense(self, places: list[int], dense: list[T], factor: float) -> None:
         """Adds a multiple of gradients of the parameters at some places."""
+        if self.reduce is not None:
+            by_place = dict(zip(places, dense))
+            count = range(len(self.params))
+            self._add(by_place[i] * factor if i in by_place else None for i in count)
+            return
         for i, g in zip(places, dense):
             if self._totals[i] is None:
                 kind = torch.contiguous_format
@@ -552,14 +576,17 @@ class ClippedSum:
 
     def sums(self) -> dict[str, T]:
         """Returns the clipped sums by name."""
+        if self.reduce is not None:
+            if self._totals[0] is None:
+                self.add_nothing()  # no process had samples
+            return dict(zip(self.names, self._totals))
         return sums_by_name(dict(zip(self.names, self.params)), self._totals)
 
     def _set_norms(self, rows: T | None, norms: T) -> None:
-        total = scaled_norms(norms.mT) if norms.dim() > 1 else norms
         if rows is None:
-            self.norms = total.to(self.norms)
+            self.norms = norms.to(self.norms)
         else:
-            self.norms[rows.to(self.norms.device)] = total.to(self.norms)
+            self.norms[rows.to(self.norms.device)] = norms.to(self.norms)
 
     def _check_finite(self, norms: T, rows: T | None) -> tuple[T, T | None]:
         """Makes norms that are not finite infinite; returns their mask, or None."""
@@ -580,7 +607,13 @@ class ClippedSum:
         warnings.warn(f"{what}error. {advice}", RuntimeWarning, stacklevel=4)
         return norms.masked_fill(bad, math.inf), bad
 
+    def add_nothing(self) -> None:
+        """Takes part in a sum of all processes without samples."""
+        self._add([None] * len(self.params))
+
     def _add(self, sums: Iterable[T | None]) -> None:
+        if self.reduce is not None:
+            sums = self.reduce(sums)
         for i, new in enumerate(sums):
             if new is not None:
                 old = self._totals[i]

@@ -39,11 +39,11 @@ from opacus_ext.grad_sample.core.groups import (
 )
 from opacus_ext.grad_sample.core.sharded import (
     Rounds,
-    ShardedSum,
     Shards,
     in_rounds,
     is_of_nobody,
     refuse_tensor_parallel,
+    sharded_sum,
 )
 from opacus_ext.grad_sample.core.traced import TracedGroup
 from opacus_ext.grad_sample.factors import dtype_of, tf32_settings
@@ -201,7 +201,7 @@ def clipped_grads(
     total = ClippedSum(*given)
     run = _Losses(loss, trained, total)
     if shards is not None:
-        total = ShardedSum(shards.gathered, shards.own, *given[1:])
+        total = sharded_sum(shards.gathered, shards.own, *given[1:])
         run = _ShardedLosses(loss, trained, total, shards.rounds)
     losses, aux = run.compute(samples, microbatch)
     if shards is None:  # other processes may have reached some
@@ -372,7 +372,7 @@ class _ShardedLosses(_Losses):
     """The losses of one call in one of several processes, which have shards."""
 
     group = _ShardedGroup
-    total: ShardedSum
+    total: ClippedSum
 
     def __init__(self, loss: Loss, params: dict[str, T], total: Any, rounds: Rounds):
         super().__init__(loss, params, total)

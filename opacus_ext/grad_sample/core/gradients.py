@@ -27,7 +27,13 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn import functional as F
 
-from opacus_ext.grad_sample.factors import Factor, GradSample, OneHot, upcast
+from opacus_ext.grad_sample.factors import (
+    Factor,
+    GradSample,
+    OneHot,
+    full_precision,
+    upcast,
+)
 from opacus_ext.grad_sample.rules import NotAtOnce
 from opacus_ext.refused import Refused
 
@@ -269,7 +275,8 @@ class Collector:
     def _pull(self, value: ParameterValue, sample: GradSample) -> list[T]:
         """Backpropagates the gradients of a computed value to its parameters."""
         complete: list[T] = []
-        grads = sample.materialize().to(value.tensor.dtype)
+        with full_precision(value.shared.device):
+            grads = sample.materialize().to(value.tensor.dtype)
         leaves = [x for x in value.leaves() if id(x) in self.params]
         for p, g in zip(leaves, value.pull(leaves, grads) if leaves else ()):
             if g is not None:
@@ -288,7 +295,8 @@ class Collector:
         for i, (value, factors) in zip(places, found):
             sample = GradSample(value.shape, n * self.size)
             sample.add(*factors)
-            rows = sample.materialize().view(n, self.size, -1)
+            with full_precision(backprops.device):
+                rows = sample.materialize().view(n, self.size, -1)
             for (use, _), some in zip(uses, rows.unbind()):
                 p = use.values[i].tensor
                 self.samples[id(p)] = GradSample(p.shape, self.size, some)

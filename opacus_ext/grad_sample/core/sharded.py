@@ -396,44 +396,33 @@ def gathered(module: nn.Module, units: Sequence[FSDPModule]) -> dict[str, nn.Par
     return found
 
 
-class ShardedSum(ClippedSum):
+def sharded_sum(
+    gathered: Mapping[str, T], params: Mapping[str, DTensor], *args: Any
+) -> ClippedSum:
     """
-    The clipped sum over the samples of all processes, of which each has its shards.
+    Makes the clipped sum over the samples of all processes, of which each has its
+    shards.
 
     Args:
         gathered: the parameters as they are gathered, by name
         params: their shards, by name
-        given: of :class:`~core.clip.ClippedSum`
+        args: later ones of :class:`~core.clip.ClippedSum`
     """
+    whole = {name: gathered[name] for name in params}
+    reduce = partial(reduced_into, list(params.values()), list(whole.values()))
+    return ClippedSum(whole, *args, reduce=reduce)
 
-    def __init__(self, gathered: Mapping[str, T], params: dict[str, Any], *given: Any):
-        super().__init__({name: gathered[name] for name in params}, *given)
-        self.shards: list[DTensor] = list(params.values())
-        self._sums: dict[str, T] = {}
 
-    def add_nothing(self) -> None:
-        """Takes part in the sum of a round without samples."""
-        self._add([None] * len(self.params))
-
-    def _add_dense(self, places: list[int], dense: list[T], factor: float) -> None:
-        at = dict(zip(places, dense))
-        every = range(len(self.params))
-        self._add(at.pop(i) * factor if i in at else None for i in every)
-
-    def _add(self, sums: Iterable[T | None]) -> None:
-        places = iter(range(len(self.shards)))
-        totals = (_whole(p, total) for p, total in zip(self.params, sums))
-        for bucket in in_buckets(totals):
-            own = [next(places) for _ in bucket]
-            for i, new in zip(own, reduced([self.shards[i] for i in own], bucket)):
-                old = self._sums.get(self.names[i])
-                self._sums[self.names[i]] = new if old is None else old.add_(new)
-
-    def sums(self) -> dict[str, T]:
-        """Returns this process's shards of the clipped sums, by name."""
-        if not self._sums:  # no process had samples
-            self.add_nothing()
-        return self._sums
+def reduced_into(
+    shards: Sequence[DTensor], params: Sequence[T], sums: Iterable[T | None]
+) -> Iterator[DTensor]:
+    """Yields this process's shards of the sums over all processes, in buckets."""
+    totals = (_whole(p, total) for p, total in zip(params, sums))
+    first = 0
+    for bucket in in_buckets(totals):
+        last = first + len(bucket)
+        yield from reduced(shards[first:last], bucket)
+        first = last
 
 
 def _whole(p: T, total: T | None) -> T:

@@ -11,7 +11,6 @@ from typing import Any, Callable, Sequence
 
 import torch
 
-from opacus_ext.grad_sample.core.clip import ClippedSum, ExactGroup
 from opacus_ext.grad_sample.core.gradients import (
     Collector,
     GradSamples,
@@ -25,26 +24,20 @@ from opacus_ext.refused import Refused
 T = torch.Tensor
 
 
-class TwoPassSum(ClippedSum):
-    """The clipped sum by two backward passes; see :class:`~clip.ClippedSum`."""
-
-    def add_group(self, rows: T | None, group: Any, *given: Any) -> list[T | None]:
-        """See :meth:`~clip.ClippedSum.add_group`."""
-        device = self.norms.device
-        with torch.no_grad(), full_precision(device):
-            return self._add_twice(rows, group, *given)
-
-    def _add_twice(
-        self,
-        rows: T | None,
-        group: Any,
-        outputs: Sequence[T],
-        grads: Sequence[T | None],
-        params: Sequence[T],
-        inputs: Sequence[T] = (),
-    ) -> list[T | None]:
-        norms = self.group_norms(group.size, keep=False)
-        places = {id(p): i for i, p in enumerate(self.params)}
+@torch.no_grad()
+def add_in_two_passes(
+    total: Any,
+    rows: T | None,
+    group: Any,
+    outputs: Sequence[T],
+    grads: Sequence[T | None],
+    params: Sequence[T],
+    inputs: Sequence[T] = (),
+) -> list[T | None]:
+    """Adds the gradients of a group; see :meth:`~clip.ClippedSum.add_group`."""
+    with full_precision(total.norms.device):
+        norms = total.group_norms(group.size, keep=False)
+        places = {id(p): i for i, p in enumerate(total.params)}
 
         def one_pass(
             take: Callable[[T, GradSample], None], prints: Prints | None = None
@@ -79,7 +72,7 @@ class TwoPassSum(ClippedSum):
 
         one_pass(measure, first)
 
-        def exact(at: T) -> ExactGroup:
+        def exact(at: T) -> Any:
             """Runs a pass for the samples whose norms are uncertain."""
             wide: GradSamples = {}
 
@@ -90,7 +83,8 @@ class TwoPassSum(ClippedSum):
             one_pass(widen)
             return norms.exact(at, wide)
 
-        clipped = self._clip(rows, norms.finish(small), exact)
+        norms.finish(small)
+        clipped = total.clip(rows, norms, exact)
         factors = norms.rounded(clipped.factors)
         if clipped.apart is not None:
             norms.drop(clipped.apart)
@@ -102,7 +96,7 @@ class TwoPassSum(ClippedSum):
                 return
             if clipped.apart is not None:
                 sample.drop(clipped.apart[samples])
-            weights = factors[places[id(p)]] if self.per_parameter else factors
+            weights = factors[places[id(p)]] if total.per_parameter else factors
             sums[id(p)] = sample.weighted_sum(weights[samples].to(p.device))
 
         of_inputs = one_pass(add, second)
@@ -113,6 +107,6 @@ class TwoPassSum(ClippedSum):
                 '"ghost" computes norms in one and the sum in the other.',
                 remedy='Use grad_sample_mode="ghost_bk" or "hooks".',
             )
-        self.reached |= bool(sums)
-        self.put(clipped.join([sums.get(id(p)) for p in self.params]))
+        total.reached |= bool(sums)
+        total.put(clipped.join([sums.get(id(p)) for p in total.params]))
         return of_inputs

@@ -29,7 +29,6 @@ from opacus_ext.grad_sample.core.clip import (
 )
 from opacus_ext.grad_sample.core.gradients import no_autocast
 from opacus_ext.grad_sample.core.groups import Samples
-from opacus_ext.grad_sample.core.two_passes import TwoPassSum
 from opacus_ext.grad_sample.factors import GradSample
 from opacus_ext.grad_sample.modes.common import (
     MEMORY_MANAGER,
@@ -274,7 +273,7 @@ class Ghost(PrivateMode):
 
     compiles = True
     loss_reduction: str  # of Opacus's classes
-    sum_of: type = TwoPassSum
+    passes = 2  # of ClippedSum
     calls = 0  # of backward() with several samples
 
     def add_hooks(self, *, loss_reduction: str = "mean", **kwargs: Any) -> None:
@@ -375,10 +374,10 @@ class Ghost(PrivateMode):
     def _total(self, optimizer: Any, size: int, scale: float = 1.0) -> ClippedSum:
         if optimizer.ready:
             raise second_pass(f"To accumulate batches use {MEMORY_MANAGER}.")
-        kind = self.private.sum_of(self.sum_of)
         clipping = optimizer.clipping_function
         params = self._by_name(optimizer.params)
-        return kind(params, size, clipping, self.on_nonfinite, scale)
+        given = params, size, clipping, self.on_nonfinite, scale
+        return self.private.clipped_sum(*given, passes=self.passes)
 
     def _by_name(self, params: list[nn.Parameter]) -> dict[str, nn.Parameter]:
         """Returns parameters of the model by name, in the order of the list."""
@@ -512,7 +511,7 @@ def _scaled(rows: T, weights: T, expected: T, dtype: torch.dtype) -> bool:
 class BookKeeping(Ghost):
     """Mode "ghost_bk": norms and sums from one backward pass."""
 
-    sum_of = ClippedSum
+    passes = 1
 
 
 class Scan(BookKeeping):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, Callable, Iterable, Iterator, Sequence
+from typing import Any, Iterator, Sequence
 
 import torch
 
@@ -12,7 +12,6 @@ from opacus_ext.grad_sample.adapter.outputs import Leaf
 from opacus_ext.grad_sample.core.clip import ClippedSum, ExactGroup, GroupNorms
 from opacus_ext.grad_sample.core.gradients import GradSamples
 from opacus_ext.grad_sample.core.groups import why
-from opacus_ext.grad_sample.core.two_passes import TwoPassSum
 from opacus_ext.grad_sample.factors import GradSample
 from opacus_ext.grad_sample.parallel import group as places
 from opacus_ext.grad_sample.parallel.group import ExpertGroup
@@ -86,10 +85,10 @@ class ParallelModel(PrivateModel):
         """A new group, in which the samples run."""
         return _ParallelGroup(self, size)
 
-    def sum_of(self, kind: type) -> Callable[..., ClippedSum]:
-        """A clipped sum of this kind, for sharded parameters."""
-        own = ParallelTwoPassSum if kind is TwoPassSum else ParallelSum
-        return functools.partial(own, self.processes)
+    def clipped_sum(self, *args: Any, **kwargs: Any) -> ClippedSum:
+        """See :class:`~adapter.model.PrivateModel`."""
+        norms_of = functools.partial(ParallelNorms, self.processes)
+        return ClippedSum(*args, **kwargs, norms_of=norms_of)
 
 
 class _ParallelGroup(ModelGroup):
@@ -146,6 +145,11 @@ class ParallelNorms(GroupNorms):
             self.norms = each.masked_fill(~self.total.isfinite(), torch.inf)
         return self.norms
 
+    def totals(self, norms: T) -> T:
+        """See :class:`~core.clip.GroupNorms`."""
+        total = self.total[self.processes.own_samples]
+        return total.masked_fill(~total.isfinite(), torch.inf)
+
     def drop(self, bad: T) -> None:
         """Makes the gradients of some samples zero, whatever they are."""
         for _, rows, part in self.parts:
@@ -199,33 +203,3 @@ class _ParallelExact(ExactGroup):
         if self.group.per_parameter:
             return norms.masked_fill(~total.isfinite(), torch.inf)
         return total
-
-
-class ParallelSum(ClippedSum):
-    """
-    The clipped sum over this process's samples, of sharded parameters over those of all
-    processes.
-    """
-
-    def __init__(self, processes: ExpertGroup, *args: Any):
-        super().__init__(*args)
-        self.processes = processes
-
-    def group_norms(self, size: int, keep: bool = True) -> GroupNorms:
-        """See :class:`~core.clip.ClippedSum`."""
-        given = self.params, size, self.per_parameter, keep
-        self._found = ParallelNorms(self.processes, *given)
-        return self._found
-
-    def _set_norms(self, rows: T | None, norms: T) -> None:
-        total = self._found.total[self.processes.own_samples] / self.scale
-        self.norms = total.masked_fill(~total.isfinite(), torch.inf)
-
-    def _add(self, sums: Iterable[T | None]) -> None:
-        if not len(self.norms):  # what has run was no sample
-            sums = [x if group_of(p) else None for p, x in zip(self.params, sums)]
-        super()._add(sums)
-
-
-class ParallelTwoPassSum(ParallelSum, TwoPassSum):
-    """The same sum, by two passes."""

@@ -7,8 +7,7 @@ nothing.
 from __future__ import annotations
 
 from contextlib import nullcontext, suppress
-from functools import partial
-from typing import Any, Callable, Sequence
+from typing import Any, Sequence
 
 import torch
 from torch import nn
@@ -21,10 +20,10 @@ from opacus_ext.grad_sample.adapter.state import Change
 from opacus_ext.grad_sample.core.clip import ClippedSum
 from opacus_ext.grad_sample.core.gradients import gradients_alone, gradients_of_group
 from opacus_ext.grad_sample.core.sharded import (
-    ShardedSum,
     Shards,
     in_rounds,
     is_of_nobody,
+    sharded_sum,
 )
 
 T = torch.Tensor
@@ -161,6 +160,7 @@ class ShardedModel(PrivateModel):
         """Frees what a pass that failed has gathered."""
         self.rounds.reset()
 
-    def sum_of(self, kind: type) -> Callable[..., ClippedSum]:
-        """Returns the clipped sum of this model; all modes have the same."""
-        return partial(ShardedSum, self.gathered)
+    def clipped_sum(self, params: Any, *args: Any, **kwargs: Any) -> ClippedSum:
+        """See :class:`~adapter.model.PrivateModel`; all modes take one pass."""
+        kwargs.pop("passes", None)
+        return sharded_sum(self.gathered, params, *args, **kwargs)
