@@ -16,6 +16,11 @@ from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 is_batched: Callable[[Any], bool] = _functorch.is_batchedtensor
+#: Returns the dim of samples of a batched tensor, -1 of others.
+sample_dim: Callable[[torch.Tensor], int] = _functorch.maybe_get_bdim
+#: Gives a tensor another node of the graph, which in-place changes do not replace.
+renewed: Callable[[torch.Tensor, Any], torch.Tensor]
+renewed = torch.ops.aten._unsafe_view.default._op
 
 
 class Level:
@@ -35,16 +40,18 @@ class Level:
     @property
     def innermost(self) -> bool:
         """True if no other torch.func transform runs inside this level."""
-        stack = _functorch.peek_interpreter_stack()
-        return stack is not None and stack.level() == self.number
+        return _functorch.maybe_current_level() == self.number
 
     def wrap(self, x: torch.Tensor) -> torch.Tensor:
         """Turns ``[B, *shape]`` into the tensor that one sample sees, ``[*shape]``."""
         return _functorch._add_batch_dim(x, 0, self.number)
 
     def unwrap(self, x: torch.Tensor) -> torch.Tensor:
-        """Returns the values of all samples, ``[B, *shape]``."""
-        inner, dim = _functorch.get_unwrapped(x), _functorch.maybe_get_bdim(x)
+        """Returns the values of all samples, ``[B, *shape]``; expands shared ones."""
+        dim = _functorch.maybe_get_bdim(x)
+        if dim < 0:
+            return x.expand(self.size, *x.shape)
+        inner = _functorch.get_unwrapped(x)
         return inner if dim == 0 else inner.movedim(dim, 0)
 
 

@@ -15,9 +15,12 @@ from opacus_ext.grad_sample.rules import (  # noqa: F401
 )
 from opacus_ext.grad_sample.rules.registry import (  # noqa: F401
     HANDLERS,
+    IN_COMPILED,
+    OF_ALL,
     RULES,
     NotAtOnce,
     Op,
+    Rule,
     as_op,
     handles,
     register_rule,

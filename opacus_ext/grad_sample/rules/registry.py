@@ -30,8 +30,8 @@ class Op(NamedTuple):
         event_dims: number of trailing dims of the output that belong to one row; all
             dims before them become rows
         data_dims: the same for each of ``data``
-        whole: maps ``(params, *data)`` to the output of all samples ``[B, *rows,
-            *event]``; None to run the op itself under vmap
+        run_all: maps ``(params, *data)``, with data ``[B, *shape]``, to the output of
+            all samples ``[B, *rows, *event]``; None to run the op itself under vmap
     """
 
     params: tuple[Optional[torch.Tensor], ...]
@@ -39,7 +39,7 @@ class Op(NamedTuple):
     factors: Callable[..., Sequence[tuple[Factor, ...]]]
     event_dims: int = 1
     data_dims: tuple[int, ...] = (1,)
-    whole: Callable[..., torch.Tensor] | None = None
+    run_all: Callable[..., torch.Tensor] | None = None
 
 
 Rule = Callable[..., Optional[Op]]
@@ -111,19 +111,45 @@ def handles(*functions: Callable) -> Callable[[Handler], Handler]:
     return decorator
 
 
+# -- functions that run as one op of all samples ---------------------------------------
+
+#: By function, what runs it for all samples: ``of_all(dims, *args)`` with the arguments
+#: in order, of which tensors with a dim 0 in ``dims`` are ``[B, *shape]``, and samples
+#: share those without, None. It returns ``[B, *shape]``, or NotImplemented to leave it
+#: to vmap.
+OF_ALL: dict[Callable, Callable] = {}
+#: By function, what is called instead in compiled code, which can't leave the vmap
+#: level. Rules of that come before those of the function.
+IN_COMPILED: dict[Callable, Callable] = {}
+
+
+def of_all(function: Callable, schema: str = "") -> Callable[[Callable], Callable]:
+    """
+    Registers what runs a function for all samples, see :data:`OF_ALL`. With a schema it
+    is the vmap rule of an op, too, which compiled code calls.
+    """
+
+    def decorator(run: Callable) -> Callable:
+        OF_ALL[function] = run
+        if schema:
+            name = schema.partition("(")[0]
+            _library.define(schema)
+            _library.impl(name, function, "CompositeImplicitAutograd")
+
+            def rule(info: Any, in_dims: tuple, *args: Any) -> tuple[torch.Tensor, int]:
+                pairs = zip(args, in_dims)
+                first = [x if dim is None else x.movedim(dim, 0) for x, dim in pairs]
+                dims = [None if dim is None else 0 for dim in in_dims]
+                return run(dims, *first, *args[len(dims) :]), 0
+
+            torch.library.register_vmap(f"opacus_ext::{name}", rule, lib=_library)
+            IN_COMPILED[function] = getattr(torch.ops.opacus_ext, name)
+        return run
+
+    return decorator
+
+
 _library = torch.library.Library("opacus_ext", "FRAGMENT")
-
-
-def op_of_all(schema: str, function: Callable, of_all: Callable) -> Callable:
-    """
-    Returns an op that is made of torch's, for compiled code, which can't leave the vmap
-    level. ``of_all`` is its vmap rule: it runs all samples.
-    """
-    name = schema.partition("(")[0]
-    _library.define(schema)
-    _library.impl(name, function, "CompositeImplicitAutograd")
-    torch.library.register_vmap(f"opacus_ext::{name}", of_all, lib=_library)
-    return getattr(torch.ops.opacus_ext, name)
 
 
 class NotAtOnce(Exception):
