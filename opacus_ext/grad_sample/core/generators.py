@@ -46,11 +46,6 @@ def random_state() -> tuple[T, tuple]:
     return torch.default_generator.get_state(), on_devices
 
 
-def are_same_states(one: tuple[T, tuple], other: tuple[T, tuple]) -> bool:
-    """Returns True if no number was drawn and no seed set between these states."""
-    return torch.equal(one[0], other[0]) and one[1] == other[1]
-
-
 def torch_generators() -> list[torch.Generator]:
     """Returns torch's own generators."""
     on_devices = torch.cuda.default_generators if torch.cuda.is_initialized() else ()

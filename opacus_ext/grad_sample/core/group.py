@@ -23,7 +23,6 @@ from torch.overrides import TorchFunctionMode
 
 from opacus_ext.grad_sample.core.generators import (
     DRAWS,
-    are_same_states,
     is_own,
     random_state,
 )
@@ -36,14 +35,16 @@ from opacus_ext.grad_sample.core.values import as_bits
 from opacus_ext.grad_sample.core.vmap import (
     Level,
     Outside,
+    current_level,
     decomposed,
     is_batched,
     is_composite,
+    pop_level,
+    push_level,
     renewed,
-    sample_dim,
     saved_tensor_hooks,
 )
-from opacus_ext.grad_sample.rules import HANDLERS, OF_ALL, RULES, NotAtOnce, Op, Rule
+from opacus_ext.grad_sample.rules import HANDLERS, OF_ALL, RULES, NotAtOnce, Op
 from opacus_ext.refused import Refused
 
 T = torch.Tensor
@@ -54,8 +55,10 @@ _PLAIN.add(type(getattr(T.data, "__get__")))
 # The most frequent types of arguments: isinstance() takes longer.
 _TENSORS = {T, nn.Parameter}
 _NO_TENSORS = {int, float, bool, str, type(None), torch.dtype, torch.device}
-_requires_grad, _version = attrgetter("requires_grad"), attrgetter("_version")
 _NO_TENSORS |= {torch.Size, slice, type(...), torch.memory_format, torch.layout}
+_LISTS = {list, tuple}
+_requires_grad, _version = attrgetter("requires_grad"), attrgetter("_version")
+_INSIDE = "a parameter or a branch inside another transform"
 
 
 class BranchesDiffer(Exception):
@@ -105,8 +108,8 @@ class SampleGroup(TorchFunctionMode):
 
     def outside(self) -> ContextManager:
         """Leaves the vmap level for a block, where tensors hold all samples."""
-        if not self.level.innermost:
-            raise NotAtOnce("a parameter or a branch inside another transform")
+        if current_level() != self.level.number:
+            raise NotAtOnce(_INSIDE)
         return Outside()
 
     def agree(self, x: T) -> T:
@@ -126,17 +129,19 @@ class SampleGroup(TorchFunctionMode):
         """Returns True if ``x`` is a parameter or computed from parameters alone."""
         return x is not None and x.requires_grad and not is_batched(x)
 
-    def find_shared(self, args: Iterable, found: dict[int, T]) -> None:
-        """Adds parameters, and values computed from them alone, to ``found``, by id."""
-        for x in args:
+    def find_shared(self, args: Iterable) -> dict[int, T]:
+        """Returns parameters, and values computed from them alone, by their ids."""
+        shared, todo = {}, [*args]
+        for x in todo:
             kind = type(x)
             if kind in _NO_TENSORS:
                 continue
-            if kind in _TENSORS or isinstance(x, T):
+            if kind in _LISTS:
+                todo += x
+            elif kind in _TENSORS or isinstance(x, T):
                 if x.requires_grad and not is_batched(x):
-                    found[id(x)] = x
-            elif kind in (list, tuple):
-                self.find_shared(x, found)
+                    shared[id(x)] = x
+        return shared
 
     # -- ops ---------------------------------------------------------------------------
 
@@ -154,15 +159,18 @@ class SampleGroup(TorchFunctionMode):
                 return self._draw(func, args, kwargs or {})
             if func in HANDLERS:
                 return HANDLERS[func](self, func, *args, **kwargs or {})
-            # Most ops have no parameter: these arguments are told without any call.
-            for x in (*args, *kwargs.values()) if kwargs else args:
+            # Most ops have no parameter: that is told without a call.
+            todo = [*args, *kwargs.values()] if kwargs else [*args]
+            for x in todo:
                 kind = type(x)
-                if kind not in _NO_TENSORS and (
-                    kind not in _TENSORS or x.requires_grad
-                ):
+                if kind in _LISTS:
+                    todo += x
+                elif kind in _TENSORS and not x.requires_grad:
+                    continue
+                elif kind not in _NO_TENSORS:
                     return self.call(func, *args, **kwargs or {})
             if func in OF_ALL:
-                return self.run(func, *args, **kwargs or {})
+                return self.run_op(func, *args, **kwargs or {})
             return func(*args, **kwargs) if kwargs else func(*args)
         except Exception as error:
             if self.signal is None:
@@ -172,14 +180,17 @@ class SampleGroup(TorchFunctionMode):
     def _draw(self, func: Callable, args: tuple, kwargs: dict) -> Any:
         """Runs a function that may draw random numbers."""
         self._check_random()
-        run = partial(HANDLERS[func], self) if func in HANDLERS else self.call
-        found = run(func, *args, **kwargs)
+        if func in HANDLERS:
+            found = HANDLERS[func](self, func, *args, **kwargs)
+        else:
+            found = self.call(func, *args, **kwargs)
         self._random = random_state()
         return found
 
     def _check_random(self) -> None:
         """Raises if torch's generators do not go on from the last draw."""
-        if not are_same_states(self._random, random_state()):
+        (state, on_devices), (now, others) = self._random, random_state()
+        if not torch.equal(state, now) or on_devices != others:
             raise NotAtOnce("a seed that is set in the forward")
 
     def watch(self, code: Callable[[], Any]) -> Any:
@@ -209,12 +220,14 @@ class SampleGroup(TorchFunctionMode):
 
     def call(self, func: Callable, /, *args: Any, **kwargs: Any) -> Any:
         """Runs an op of a sample, and records its uses of parameters."""
-        shared: dict[int, T] = {}
         given = (*args, *kwargs.values()) if kwargs else args
-        self.find_shared(given, shared)
+        shared = self.find_shared(given)
         if not shared or not torch.is_grad_enabled():
-            return self.run(func, *args, **kwargs)
-        leaves = self.constants(shared)
+            return self.run_op(func, *args, **kwargs)
+        leaves: list[T] = []
+        for key in shared:
+            if key not in self.params:
+                leaves = self.constants(shared)
         if leaves:
             constants = {id(x): x.detach() for x in leaves}
             made = call_with(constants, partial(self.call, func), args, kwargs)
@@ -223,7 +236,7 @@ class SampleGroup(TorchFunctionMode):
             if isinstance(made, (T, list, tuple)) and not initializes:
                 self.check_leaves(leaves)
             return made
-        for rule in self.rules(func):
+        for rule in RULES[func] if func in RULES else ():
             op = rule(*args, **kwargs)
             made = None if op is None else self.by_rule(func, op, shared, args, kwargs)
             if made is not None:
@@ -239,30 +252,24 @@ class SampleGroup(TorchFunctionMode):
             # The op has drawn random numbers for each sample.
         self.check_in_place(func, args, shared)
         copies = {key: self.copy(x) for key, x in shared.items()}
-        return call_with(copies, partial(self.run, func), args, kwargs)
+        return call_with(copies, partial(self.run_op, func), args, kwargs)
 
-    def run(self, func: Callable, /, *args: Any, **kwargs: Any) -> Any:
+    def run_op(self, func: Callable, /, *args: Any, **kwargs: Any) -> Any:
         """Runs an op without parameters: as one op of all samples, if that is known."""
-        given, dims = [], []
-        if func in OF_ALL and not kwargs and self.level.innermost:
-            for x in args:
-                dim = sample_dim(x) if isinstance(x, T) else -1
-                given.append(x if dim < 0 else self.level.unwrap(x))
-                dims.append(None if dim < 0 else 0)
-        if 0 in dims:
-            with self.outside():
-                y = OF_ALL[func](dims, *given)
-            if y is not NotImplemented:
-                return self.wrap(y)
+        if func in OF_ALL and not kwargs and current_level() == self.level.number:
+            batched = [type(x) not in _NO_TENSORS and _is_one_a_sample(x) for x in args]
+            given = zip(args, batched)
+            tensors = [self.level.unwrap(x) if own else x for x, own in given]
+            if True in batched:
+                with Outside():
+                    y = OF_ALL[func](batched, *tensors)
+                if y is not NotImplemented:
+                    return self.wrap(y)
         return func(*args, **kwargs)
-
-    def rules(self, func: Callable) -> Sequence[Rule]:
-        """Returns the rules of a function."""
-        return RULES.get(func, ())
 
     def check_in_place(self, func: Callable, args: tuple, shared: dict) -> None:
         """Raises if an op changes a value computed from parameters."""
-        if changes_in_place(func) and id(args[0]) in shared:
+        if args and changes_in_place(func) and id(args[0]) in shared:
             raise NotAtOnce("a value computed from parameters that data change")
 
     def made(self, func: Callable, args: tuple, kwargs: dict, made: Any) -> Any:
@@ -282,9 +289,8 @@ class SampleGroup(TorchFunctionMode):
 
     # -- uses --------------------------------------------------------------------------
 
-    def value(self, x: T) -> ParameterValue:
-        """Returns the record of a parameter, or of a value computed from some."""
-        key = id(x)
+    def value(self, x: T, key: int) -> ParameterValue:
+        """Returns the record of a parameter, or a value computed from some, by id."""
         if key not in self._values or self._values[key].version != x._version:
             self._values[key] = ParameterValue(x)
         return self._values[key]
@@ -296,18 +302,23 @@ class SampleGroup(TorchFunctionMode):
         Returns the values that an op uses, None for those that are not trained. Returns
         None instead of all if the rule does not apply.
         """
-        values, by_data = [], False
-        for p in op.params:
-            is_used = p is not None and id(p) in shared
-            if p is not None and (p.dtype.is_complex or not is_used and is_batched(p)):
+        keys, by_data = [*map(id, op.params)], False
+        for p, key in zip(op.params, keys):
+            if p is None or key in shared and not p.dtype.is_complex:
+                continue
+            # A tensor that is no argument, but made of some, may need a gradient.
+            if p.dtype.is_complex or p.requires_grad or is_batched(p):
                 return None
-            values.append(self.value(p) if is_used else None)
         for x in op.data:
-            if x.dtype.is_complex:
+            is_shared = id(x) in shared
+            if x.dtype.is_complex or x.requires_grad and not is_shared:
                 return None
-            by_data = by_data or not x.requires_grad or id(x) not in shared
+            by_data = by_data or not is_shared
         # If the first is not shared, the gradients of the others need no data.
-        return tuple(values) if by_data and values[0] is not None else None
+        if not by_data or keys[0] not in shared:
+            return None
+        pairs: Any = zip(op.params, keys)
+        return tuple([self.value(p, k) if k in shared else None for p, k in pairs])
 
     def by_rule(
         self, func: Callable, op: Op, shared: dict[int, T], args: tuple, kwargs: dict
@@ -322,19 +333,24 @@ class SampleGroup(TorchFunctionMode):
         data: Sequence[T] = op.data
         if True in map(_requires_grad, data):
             data = [self.copy(x) if id(x) in shared else x for x in data]
-        at_once = op.run_all is not None and True in map(is_batched, data)
-        if not at_once:
+        run_all = op.run_all if True in map(is_batched, data) else None
+        if run_all is None:
             y = call_with(swapped(op, values, data), func, args, kwargs)
-        with self.outside():
+        if current_level() != self.level.number:
+            raise NotAtOnce(_INSIDE)
+        layer = pop_level()  # as Outside() does in twice as many calls
+        try:
             data = [*map(self.level.unwrap, data)]
-            if op.run_all is not None and at_once:
-                params = zip(op.params, values)
-                y = op.run_all([p if v is None else v.shared for p, v in params], *data)
-            else:
+            if run_all is None:
                 y = self.inner(y)
+            else:
+                params = zip(op.params, values)
+                y = run_all([p if v is None else v.shared for p, v in params], *data)
             if y.dtype.is_complex:
                 return None
             return self.note(y, values, op.factors, op.event_dims, data, op.data_dims)
+        finally:
+            push_level(layer)
 
     def own(self, x: T | None) -> T | None:
         """Returns per-sample copies if ``x`` is made of parameters, else ``x``."""
@@ -347,7 +363,7 @@ class SampleGroup(TorchFunctionMode):
 
     def copy(self, x: T) -> T:
         """Returns one copy for each sample, without memory, at the vmap level."""
-        value = self.value(x)
+        value = self.value(x, id(x))
         found = self._copies.get(id(value))
         if found is None:
             with self.outside():
@@ -375,11 +391,12 @@ class SampleGroup(TorchFunctionMode):
         # Where no data have a graph, the graph of the samples ends at this use.
         source = None if True in map(_requires_grad, data) else get_gradient_edge(y)
         y = renewed(y, y.shape)
-        edge, versions = GradientEdge(y.grad_fn, 0), tuple(map(_version, data))
+        node: Any = y.grad_fn
+        edge, versions = GradientEdge(node, 0), tuple(map(_version, data))
         dims = tuple([x.ndim - 1 - n for x, n in zip(data, data_dims)])
         at = y.ndim - 1 - event_dims
         use = ParameterUse(values, factors, at, data, dims, versions, edge, source)
-        self.uses.append(use)
+        self.uses += [use]
         return self.wrap(y)
 
     def of_others(
@@ -404,6 +421,10 @@ class SampleGroup(TorchFunctionMode):
     def free_copies(self) -> None:
         """Drops the per-sample copies, after the forward."""
         self._copies.clear()
+
+
+def _is_one_a_sample(x: Any) -> bool:
+    return (type(x) in _TENSORS or isinstance(x, T)) and is_batched(x)
 
 
 def _any_batched(args: Iterable) -> bool:

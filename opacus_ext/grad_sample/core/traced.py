@@ -28,10 +28,10 @@ from opacus_ext.grad_sample.core.vmap import is_batched
 from opacus_ext.grad_sample.rules import (
     HANDLERS,
     IN_COMPILED,
+    NOT_COMPILED,
     RULES,
     NotAtOnce,
     Op,
-    Rule,
 )
 
 T = torch.Tensor
@@ -153,6 +153,8 @@ class TracedGroup(SampleGroup):
             func = torch.unflatten  # Dynamo does not trace super() in the method
         run = partial(HANDLERS[func], self) if func in HANDLERS else self.call
         try:
+            if func in NOT_COMPILED:
+                raise NotAtOnce(NOT_COMPILED[func])
             return run(func, *args, **kwargs or {})
         except Exception as error:
             if self.signal is None:
@@ -163,30 +165,30 @@ class TracedGroup(SampleGroup):
         own = id(x) in self.params or id(x) in self._recipes
         return own or super().is_shared(x)
 
-    def find_shared(self, args: Iterable, found: dict[int, T]) -> None:
-        super().find_shared(args, found)
+    def find_shared(self, args: Iterable) -> dict[int, T]:
+        found = super().find_shared(args)
         given = (x for y in args for x in (y if type(y) in (list, tuple) else (y,)))
         found.update((id(x), x) for x in given if id(x) in self._recipes)
+        return found
 
     def constants(self, shared: dict[int, T]) -> list[T]:
         return [x for x in super().constants(shared) if id(x) not in self._recipes]
 
-    def run(self, func: Callable, /, *args: Any, **kwargs: Any) -> Any:
+    def call(self, func: Callable, /, *args: Any, **kwargs: Any) -> Any:
+        own = IN_COMPILED.get(func, func)
+        return super().call(own if own in RULES else func, *args, **kwargs)
+
+    def run_op(self, func: Callable, /, *args: Any, **kwargs: Any) -> Any:
         return IN_COMPILED.get(func, func)(*args, **kwargs)
 
-    def rules(self, func: Callable) -> Sequence[Rule]:
-        return RULES.get(IN_COMPILED.get(func), RULES.get(func, ()))
-
     def check_in_place(self, func: Callable, args: tuple, shared: dict) -> None:
-        """Does nothing: :meth:`made` and :meth:`run` see to it."""
+        """Does nothing: :meth:`made` and :meth:`run_op` see to it."""
 
     def made(self, func: Callable, args: tuple, kwargs: dict, made: Any) -> Any:
         same = func in _UNCHANGED and isinstance(made, T)  # w.type() gives a name
         if same and _kind(made) == _kind(args[0]):
             return args[0]  # a tracer may take them for two tensors
-        shared: dict[int, T] = {}
-        self.find_shared((*args, *kwargs.values()), shared)
-        parts = list(shared.values())
+        parts = list(self.find_shared((*args, *kwargs.values())).values())
         several = isinstance(made, (tuple, list))
         whole = args[0] if func is T.__setitem__ else made  # which returns None
         for place, x in enumerate(whole if several else [whole]):
@@ -199,12 +201,12 @@ class TracedGroup(SampleGroup):
                 raise NotAtOnce("a parameter that is changed in place")
         return made
 
-    def value(self, x: T) -> ParameterValue:
-        if id(x) not in self._values:
-            if id(x) not in self.params and id(x) not in self._recipes:
+    def value(self, x: T, key: int) -> ParameterValue:
+        if key not in self._values:
+            if key not in self.params and key not in self._recipes:
                 raise NotAtOnce("an attribute of a parameter (w.T; write w.t())")
-            self._values[id(x)] = TracedValue(x, self._recipes)
-        return self._values[id(x)]
+            self._values[key] = TracedValue(x, self._recipes)
+        return self._values[key]
 
     def by_rule(
         self, func: Callable, op: Op, shared: dict[int, T], args: tuple, kwargs: dict

@@ -7,7 +7,12 @@ from typing import Any, Callable, Sequence
 import torch
 from torch.nn import functional as F
 
-from opacus_ext.grad_sample.rules.registry import handles, of_all
+from opacus_ext.grad_sample.rules.registry import (
+    IN_COMPILED,
+    handles,
+    library_op,
+    of_all,
+)
 
 T = torch.Tensor
 
@@ -36,17 +41,13 @@ def _attention(*given: Any) -> T:
     return run(*first, scale=scale, enable_gqa=gqa)
 
 
-@of_all(
-    _attention,
-    "attention(Tensor query, Tensor key, Tensor value, Tensor? mask, float dropout, "
-    "bool causal, float? scale, bool gqa) -> Tensor",
-)
-def _of_all(in_dims: Sequence, *given: Any) -> T:
+@of_all(_attention)
+def _of_all(batched: Sequence[bool], *given: Any) -> T:
     """Takes samples as rows of the batch: ``[B, N, heads, length, width]``."""
     tensors, dims, leads = [], 2, set()
-    for x, dim in zip(given[:4], in_dims):
+    for x, own in zip(given[:4], batched):
         if x is not None:
-            x = x[None] if dim is None else x
+            x = x if own else x[None]
             dims = max(dims, x.ndim - 1)
             if x.ndim < 5:
                 x = x.reshape(x.shape[0], *[1] * (5 - x.ndim), *x.shape[1:])
@@ -59,3 +60,10 @@ def _of_all(in_dims: Sequence, *given: Any) -> T:
     rows = [x if x is None else x.flatten(0, 1) for x in tensors]
     y = _attention(*rows, *given[4:])
     return y.reshape(lead[0], *[*lead[1:], *y.shape[1:]][-dims:])
+
+
+IN_COMPILED[_attention] = library_op(
+    "attention(Tensor query, Tensor key, Tensor value, Tensor? mask, float dropout, "
+    "bool causal, float? scale, bool gqa) -> Tensor",
+    _attention,
+)

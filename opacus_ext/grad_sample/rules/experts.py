@@ -54,9 +54,11 @@ def _of_experts(x: T, index: T, weight: T, transposed: bool = False) -> Op:
 
 
 @of_all(_grouped_linear)
-def _of_all(dims: Sequence, x: T, index: T, weight: T, transposed: bool = False) -> T:
+def _of_all(
+    batched: Sequence[bool], x: T, index: T, weight: T, transposed: bool = False
+) -> T:
     """Multiplies the rows of all samples together if they share the weight."""
-    if dims[:3] != [0, 0, None]:
+    if batched[:3] != [True, True, False]:
         return NotImplemented
     return _of_rows(transposed, [weight], x, index)
 

@@ -13,9 +13,10 @@ from torch.nn import functional as F
 
 from opacus_ext.grad_sample.factors import Factor, OneHot, upcast
 from opacus_ext.grad_sample.rules.registry import (
-    IN_COMPILED,
     Op,
     handles,
+    in_compiled,
+    library_op,
     of_all,
     register_rule,
 )
@@ -61,22 +62,36 @@ def _linear_of(
     return group.call(func, input, weight, bias)
 
 
-@of_all(F.linear, "linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
-def _of_all(dims: Sequence, x: T, weight: T, bias: T | None) -> T:
+@of_all(F.linear)
+def _of_all(batched: Sequence[bool], x: T, weight: T, bias: T | None) -> T:
     """
     Runs all samples: vmap would take a layer that they share apart, and under autocast
     add a bias of float32, and return float32.
     """
-    if dims[1] is None and dims[2] is None:
+    if not batched[1] and not batched[2]:
         return F.linear(x, weight, bias)
+    if bias is None or weight.dim() != 2 + batched[1] or bias.dim() != 1 + batched[2]:
+        return NotImplemented
     x, weight, bias = (
-        y[None] if dim is None else y for y, dim in zip((x, weight, bias), dims)
+        y if own else y[None] for y, own in zip((x, weight, bias), batched)
     )
     count = max(map(len, (x, weight, bias)))
     rows = x.flatten(1, -2) if x.dim() > 2 else x.unsqueeze(1)
     rows, weight = (y.expand(count, -1, -1) for y in (rows, weight.mT))
     y = torch.baddbmm(bias.unsqueeze(1), rows, weight)  # autocast casts the bias, too
     return y.view(count, *x.shape[1:-1], y.shape[2])
+
+
+_linear_op = library_op(
+    "linear(Tensor x, Tensor weight, Tensor bias) -> Tensor", F.linear
+)
+
+
+@in_compiled(F.linear)
+def _linear_in_compiled(input: T, weight: T, bias: T | None = None) -> T:
+    if bias is None or weight.dim() != 2 or bias.dim() != 1:
+        return F.linear(input, weight, bias)
+    return _linear_op(input, weight, bias)
 
 
 @register_rule(torch.addmm, T.addmm)
@@ -130,16 +145,18 @@ def layer_norm(
     eps: float = 1e-5,
 ) -> Op:
     """Scale and shift ``[*normalized_shape]``."""
-    shape, dims = tuple(normalized_shape), len(normalized_shape)
-    given = (weight, bias), (input,), partial(_layer_norm, shape, eps), dims, (dims,)
-    return Op(*given, lambda params, x: F.layer_norm(x, shape, *params, eps))
+    shape = tuple(normalized_shape)
+    dims, factors = len(shape), partial(_layer_norm, shape, eps)
+
+    def run_all(params: Sequence[T | None], x: T) -> T:
+        return F.layer_norm(x, shape, params[0], params[1], eps)
+
+    return Op((weight, bias), (input,), factors, dims, (dims,), run_all)
 
 
+@in_compiled(F.layer_norm)
 def _compiled_layer_norm(*args: Any, **kwargs: Any) -> T:
     return F.layer_norm(*args, **kwargs)
-
-
-IN_COMPILED[F.layer_norm] = _compiled_layer_norm
 
 
 @register_rule(_compiled_layer_norm)
@@ -168,21 +185,25 @@ def group_norm(
 
 @of_all(F.group_norm)
 def _group_norm_of_all(
-    dims: Sequence, x: T, num_groups: int, weight: T | None, bias: T | None, eps: float
+    batched: Sequence[bool],
+    x: T,
+    num_groups: int,
+    weight: T | None,
+    bias: T | None,
+    eps: float,
 ) -> T:
     """
     Normalizes the channels of all samples as the groups of one, in torch's kernel,
     whose gradients of scales and shifts are per-sample gradients then.
     """
-    if dims[0] is None:
+    if not batched[0]:
         return NotImplemented
     size, channels = x.shape[0], x.shape[2]
-    given = [
-        y if y is None or dim == 0 else y.expand(size, channels)
-        for y, dim in ((weight, dims[2]), (bias, dims[3]))
-    ]
     joined = x.transpose(0, 1).flatten(1, 2)  # [N, B * channels, *space]
-    given = [None if y is None else y.flatten(0, 1) for y in given]
-    y = F.group_norm(joined, num_groups * size, *given, eps)
+    scale, shift = (
+        None if y is None else y.expand(size, channels).flatten()
+        for y in (weight, bias)
+    )
+    y = F.group_norm(joined, num_groups * size, scale, shift, eps)
     y = y.unflatten(1, (size, channels)).transpose(0, 1)
     return y.contiguous()  # as of a sample alone, who may take a view

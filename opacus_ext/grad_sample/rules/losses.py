@@ -32,7 +32,7 @@ def cross_entropy(
 
 @of_all(F.cross_entropy)
 def _of_all(
-    dims: Sequence,
+    batched: Sequence[bool],
     input: T,
     target: T,
     weight: T | None,
@@ -46,7 +46,7 @@ def _of_all(
     legacy = size_average is not None or reduce is not None
     known = reduction in ("none", "mean", "sum")  # others are torch's error
     by_vmap = weight is not None or legacy or target.is_floating_point() or not known
-    if by_vmap or dims[:2] != [0, 0]:
+    if by_vmap or not (batched[0] and batched[1]):
         return NotImplemented
     kind: Any = dict(ignore_index=ignore_index, label_smoothing=label_smoothing)
     logits, labels = (

@@ -101,11 +101,22 @@ Handler = Callable[..., Any]
 HANDLERS: dict[Callable, Handler] = {}
 
 
-def handles(*functions: Callable) -> Callable[[Handler], Handler]:
-    """Registers the handler of some functions."""
+#: By function that compiled code can't run: what it is, for the error.
+NOT_COMPILED: dict[Callable, str] = {}
+
+
+def handles(
+    *functions: Callable, not_compiled: str = ""
+) -> Callable[[Handler], Handler]:
+    """
+    Registers the handler of some functions; ``not_compiled`` says what they are if
+    compiled code can't run them.
+    """
 
     def decorator(handler: Handler) -> Handler:
         HANDLERS.update(dict.fromkeys(functions, handler))
+        if not_compiled:
+            NOT_COMPILED.update(dict.fromkeys(functions, not_compiled))
         return handler
 
     return decorator
@@ -113,43 +124,53 @@ def handles(*functions: Callable) -> Callable[[Handler], Handler]:
 
 # -- functions that run as one op of all samples ---------------------------------------
 
-#: By function, what runs it for all samples: ``of_all(dims, *args)`` with the arguments
-#: in order, of which tensors with a dim 0 in ``dims`` are ``[B, *shape]``, and samples
-#: share those without, None. It returns ``[B, *shape]``, or NotImplemented to leave it
-#: to vmap.
+#: By function, what runs it for all samples: ``of_all(batched, *args)`` with the
+#: arguments in order. Tensors with True in ``batched`` are ``[B, *shape]``; samples
+#: share others. It returns ``[B, *shape]``, or NotImplemented to leave it to vmap.
 OF_ALL: dict[Callable, Callable] = {}
 #: By function, what is called instead in compiled code, which can't leave the vmap
 #: level. Rules of that come before those of the function.
 IN_COMPILED: dict[Callable, Callable] = {}
 
 
-def of_all(function: Callable, schema: str = "") -> Callable[[Callable], Callable]:
-    """
-    Registers what runs a function for all samples, see :data:`OF_ALL`. With a schema it
-    is the vmap rule of an op, too, which compiled code calls.
-    """
+def of_all(function: Callable) -> Callable[[Callable], Callable]:
+    """Registers what runs a function for all samples, see :data:`OF_ALL`."""
 
     def decorator(run: Callable) -> Callable:
         OF_ALL[function] = run
-        if schema:
-            name = schema.partition("(")[0]
-            _library.define(schema)
-            _library.impl(name, function, "CompositeImplicitAutograd")
-
-            def rule(info: Any, in_dims: tuple, *args: Any) -> tuple[torch.Tensor, int]:
-                pairs = zip(args, in_dims)
-                first = [x if dim is None else x.movedim(dim, 0) for x, dim in pairs]
-                dims = [None if dim is None else 0 for dim in in_dims]
-                return run(dims, *first, *args[len(dims) :]), 0
-
-            torch.library.register_vmap(f"opacus_ext::{name}", rule, lib=_library)
-            IN_COMPILED[function] = getattr(torch.ops.opacus_ext, name)
         return run
 
     return decorator
 
 
+def in_compiled(function: Callable) -> Callable[[Callable], Callable]:
+    """Registers what compiled code calls instead, see :data:`IN_COMPILED`."""
+
+    def decorator(other: Callable) -> Callable:
+        IN_COMPILED[function] = other
+        return other
+
+    return decorator
+
+
 _library = torch.library.Library("opacus_ext", "FRAGMENT")
+
+
+def library_op(schema: str, function: Callable) -> Callable:
+    """
+    Returns an op that is made of torch's, for compiled code, and whose vmap rule is
+    what :func:`of_all` has registered for the function.
+    """
+    name, run = schema.partition("(")[0], OF_ALL[function]
+
+    def rule(info: Any, in_dims: tuple, *args: Any) -> tuple[torch.Tensor, int]:
+        given = [x.movedim(dim, 0) if dim else x for x, dim in zip(args, in_dims)]
+        return run([dim is not None for dim in in_dims], *given), 0
+
+    _library.define(schema)
+    _library.impl(name, function, "CompositeImplicitAutograd")
+    torch.library.register_vmap(f"opacus_ext::{name}", rule, lib=_library)
+    return getattr(torch.ops.opacus_ext, name)
 
 
 class NotAtOnce(Exception):
