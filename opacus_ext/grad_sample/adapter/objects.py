@@ -45,7 +45,7 @@ _values = methodcaller("values")
 
 def flat(values: list[Any]) -> list[Any]:
     """Returns all keys and values of these containers."""
-    entries = [x if type(x) is dict else entries_of(x) for x in values]
+    entries = [x if type(x) in _DICTS else entries_of(x) for x in values]
     return [*chain(*entries), *chain(*map(_values, entries))]
 
 

@@ -12,8 +12,8 @@ from __future__ import annotations
 import inspect
 from collections import deque
 from copy import deepcopy
-from operator import is_
-from typing import Any, Callable, Iterable, Iterator, Mapping, NamedTuple
+from operator import attrgetter, is_
+from typing import Any, Callable, Iterable, Iterator, Mapping, NamedTuple, Sequence
 
 import torch
 from torch import nn
@@ -131,14 +131,18 @@ class State:
                 self._transient.append((vars(module), names))
         self._forget_transient()
         # They share memory with parameters, until these get other memory.
-        self._first = {id(x): x.detach() for _, x in self._tensors.values()}
+        self._held = [x for _, x in self._tensors.values()]
+        self._first = dict(zip(self._tensors, map(T.detach, self._held)))
+        self._others = [x for x in self._held if not isinstance(x, nn.Parameter)]
         self._before = [(place, dict(entries_of(place.value))) for place in places]
         # True if there are objects other than modules, tensors and containers.
         kinds = {type(place.value).__module__ for place in places if not place.is_named}
         self.has_objects = bool(kinds - {"builtins", "collections"})
         values = [place.value for place in places]
-        self._empty = [x for x in values if isinstance(x, dict) and not x]
-        self._full = [x for x in values if not isinstance(x, dict) or x]
+        self._empty = [x for x in values if _is_plainly_empty(x)]
+        # What a tuple holds can't be replaced.
+        others = [x for x in values if type(x) is not tuple]
+        self._full = [x for x in others if not _is_plainly_empty(x)]
         self._flat = flat(self._full)
         self._stale = False
 
@@ -156,13 +160,12 @@ class State:
         self._forget_transient()
         if self._stale or self._has_replaced():
             self._collect()
-        self._marks = {key: _mark(x) for key, (_, x) in self._tensors.items()}
+        self._marks = _marks(self._held)
         self._random = [(n, g, g.get_state()) for n, g in self._generators.items()]
         self._streams = [*map(Stream, torch_generators())]
         self._copies: dict[int, T | None] = {}
-        for _, x in self._tensors.values():
-            if parameters or not isinstance(x, nn.Parameter):
-                self.reach(x)
+        for x in self._held if parameters else self._others:
+            self.reach(x)
 
     def reach(self, x: T) -> None:
         """Copies a tensor whose data may be written without a new version."""
@@ -212,7 +215,7 @@ class State:
             else:
                 with torch.no_grad():
                     x.copy_(copy)
-        self._marks = {key: _mark(x) for key, (_, x) in self._tensors.items()}
+        self._marks = _marks(self._held)
         return lost
 
     def held_now(self) -> Callable[[], None]:
@@ -238,7 +241,9 @@ class State:
 
     def _has_replaced(self) -> bool:
         """Returns False if each container holds the very objects of before."""
-        now = flat(self._full) if not any(self._empty) else []
+        if any(self._empty):
+            return True
+        now = flat(self._full)
         return len(now) != len(self._flat) or not all(map(is_, now, self._flat))
 
     def _replaced(self) -> Iterable[tuple[_Place, Mapping, dict]]:
@@ -250,9 +255,9 @@ class State:
 
     def _rewritten(self, compare: bool = True) -> Iterator[tuple[str, T, bool]]:
         """Yields changed tensors: name, tensor, and True if hidden."""
-        for key, (name, x) in self._tensors.items():
-            mark, new = self._marks[key], _mark(x)
-            if new == mark and key not in self._copies:
+        now, copied = _marks(self._held), self._copies
+        for (key, (name, x)), mark, new in zip(self._tensors.items(), self._marks, now):
+            if new == mark and key not in copied:
                 continue
             copy = self._copies.get(key)
             # Adding and removing a parametrization sets a frozen parameter to itself.
@@ -311,9 +316,18 @@ def _entries_in(place: _Place) -> Iterator[tuple[str, Any]]:
             yield _join(place.name, key) if place.is_named else place.name, value
 
 
-def _mark(x: T) -> tuple[int, int]:
-    """Returns a tensor's version and address."""
-    return x._version, x.data_ptr() if x.layout is torch.strided else 0
+def _marks(tensors: Sequence[T]) -> list[tuple[int, int]]:
+    """Returns the versions and addresses of tensors."""
+    try:
+        addresses = [*map(T.data_ptr, tensors)]
+    except RuntimeError:  # of one that has no address
+        is_plain = [x.layout is torch.strided for x in tensors]
+        addresses = [x.data_ptr() if y else 0 for x, y in zip(tensors, is_plain)]
+    return [*zip(map(attrgetter("_version"), tensors), addresses)]
+
+
+def _is_plainly_empty(x: Any) -> bool:
+    return (isinstance(x, dict) or type(x) in (list, set, deque)) and not x
 
 
 def _join(name: str, key: Any) -> str:

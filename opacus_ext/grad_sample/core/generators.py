@@ -38,13 +38,12 @@ DRAWS: set[Callable] = {
 }
 
 
-def random_state() -> tuple:
-    """Returns a key of the states of torch's own generators."""
-    state: tuple = (torch.default_generator.get_state().numpy().tobytes(),)
-    if torch.cuda.is_initialized():  # whose state is on the host, too
-        given = torch.cuda.default_generators
-        state += tuple((g.initial_seed(), g.get_offset()) for g in given)
-    return state
+def random_state() -> tuple[T, tuple]:
+    """Returns the states of torch's own generators."""
+    on_devices: tuple = torch.cuda.default_generators
+    if on_devices and torch.cuda.is_initialized():  # whose state is on the host, too
+        on_devices = tuple((g.initial_seed(), g.get_offset()) for g in on_devices)
+    return torch.default_generator.get_state(), on_devices
 
 
 def torch_generators() -> list[torch.Generator]:

@@ -12,15 +12,20 @@ from __future__ import annotations
 
 import copy
 from functools import partial
+from operator import attrgetter
 from typing import Any, Callable, ContextManager, Iterable, Sequence
 
 import torch
 from torch import nn
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
-from opacus_ext.grad_sample.core.generators import DRAWS, is_own, random_state
+from opacus_ext.grad_sample.core.generators import (
+    DRAWS,
+    is_own,
+    random_state,
+)
 from opacus_ext.grad_sample.core.gradients import (
     ParameterUse,
     ParameterValue,
@@ -30,12 +35,16 @@ from opacus_ext.grad_sample.core.values import as_bits
 from opacus_ext.grad_sample.core.vmap import (
     Level,
     Outside,
+    current_level,
     decomposed,
     is_batched,
     is_composite,
+    pop_level,
+    push_level,
+    renewed,
     saved_tensor_hooks,
 )
-from opacus_ext.grad_sample.rules import HANDLERS, RULES, NotAtOnce, Op
+from opacus_ext.grad_sample.rules import HANDLERS, OF_ALL, RULES, NotAtOnce, Op
 from opacus_ext.refused import Refused
 
 T = torch.Tensor
@@ -46,7 +55,10 @@ _PLAIN.add(type(getattr(T.data, "__get__")))
 # The most frequent types of arguments: isinstance() takes longer.
 _TENSORS = {T, nn.Parameter}
 _NO_TENSORS = {int, float, bool, str, type(None), torch.dtype, torch.device}
-_unsafe_view = torch.ops.aten._unsafe_view.default
+_NO_TENSORS |= {torch.Size, slice, type(...), torch.memory_format, torch.layout}
+_LISTS = {list, tuple}
+_requires_grad, _version = attrgetter("requires_grad"), attrgetter("_version")
+_INSIDE = "a parameter or a branch inside another transform"
 
 
 class BranchesDiffer(Exception):
@@ -72,7 +84,7 @@ class SampleGroup(TorchFunctionMode):
 
     def __init__(self, params: Iterable[T], size: int):
         super().__init__()
-        self.params = {id(p) for p in params}
+        self.params = set(map(id, params))
         self.size = size
         self.uses: list[ParameterUse] = []
         self.read_data = False  # True if the code has read a value of the data
@@ -85,19 +97,19 @@ class SampleGroup(TorchFunctionMode):
         self._copies: dict[int, T] = {}
         self.level = Level(size)
         self.wrap = self.level.wrap
-        self._packing = saved_tensor_hooks() if self.eager else None
-        self._random: tuple = ()  # state of torch's generators after the last draw
+        self._packing = self.eager and saved_tensor_hooks()
+        self._random: Any = None  # states of torch's generators after the last draw
 
     # -- batched and shared tensors ----------------------------------------------------
 
     def inner(self, x: T) -> T:
         """Returns the values of all samples ``[B, *shape]``; expands shared ones."""
-        return self.level.unwrap(x) if is_batched(x) else x.expand(self.size, *x.shape)
+        return self.level.unwrap(x)
 
     def outside(self) -> ContextManager:
         """Leaves the vmap level for a block, where tensors hold all samples."""
-        if not self.level.innermost:
-            raise NotAtOnce("a parameter or a branch inside another transform")
+        if current_level() != self.level.number:
+            raise NotAtOnce(_INSIDE)
         return Outside()
 
     def agree(self, x: T) -> T:
@@ -117,52 +129,68 @@ class SampleGroup(TorchFunctionMode):
         """Returns True if ``x`` is a parameter or computed from parameters alone."""
         return x is not None and x.requires_grad and not is_batched(x)
 
-    def find_shared(self, args: Iterable, found: list[T]) -> None:
-        """Appends parameters, and values computed from them alone, to ``found``."""
-        for x in args:
+    def find_shared(self, args: Iterable) -> dict[int, T]:
+        """Returns parameters, and values computed from them alone, by their ids."""
+        shared, todo = {}, [*args]
+        for x in todo:
             kind = type(x)
             if kind in _NO_TENSORS:
                 continue
-            if kind in _TENSORS or isinstance(x, T):
+            if kind in _LISTS:
+                todo += x
+            elif kind in _TENSORS or isinstance(x, T):
                 if x.requires_grad and not is_batched(x):
-                    found.append(x)
-            elif kind in (list, tuple):
-                self.find_shared(x, found)
+                    shared[id(x)] = x
+        return shared
 
     # -- ops ---------------------------------------------------------------------------
 
     def __torch_function__(
         self, func: Callable, types: Any, args: tuple = (), kwargs: Any = None
     ) -> Any:
-        if self.eager and saved_tensor_hooks() != self._packing:
-            raise NotAtOnce("activation checkpointing")
-        if self.eager and type(func) not in _PLAIN and isinstance(func, _OF_OTHERS):
-            self.runs_others = True
-        if func is T.unflatten:
-            func = torch.unflatten  # Dynamo does not trace super() in the method
-        run = partial(HANDLERS[func], self) if func in HANDLERS else self.call
-        kwargs = kwargs or {}
         try:
-            if self.eager and "generator" in kwargs and is_own(kwargs["generator"]):
+            if saved_tensor_hooks() != self._packing:
+                raise NotAtOnce("activation checkpointing")
+            if type(func) not in _PLAIN and isinstance(func, _OF_OTHERS):
+                self.runs_others = True
+            if kwargs and "generator" in kwargs and is_own(kwargs["generator"]):
                 raise NotAtOnce("a generator other than torch's own")
-            if self.eager and func in DRAWS:
-                run = partial(self._draw, run)
-            return run(func, *args, **kwargs)
+            if func in DRAWS:
+                return self._draw(func, args, kwargs or {})
+            if func in HANDLERS:
+                return HANDLERS[func](self, func, *args, **kwargs or {})
+            # Most ops have no parameter: that is told without a call.
+            todo = [*args, *kwargs.values()] if kwargs else [*args]
+            for x in todo:
+                kind = type(x)
+                if kind in _LISTS:
+                    todo += x
+                elif kind in _TENSORS and not x.requires_grad:
+                    continue
+                elif kind not in _NO_TENSORS:
+                    return self.call(func, *args, **kwargs or {})
+            if func in OF_ALL:
+                return self.run_op(func, *args, **kwargs or {})
+            return func(*args, **kwargs) if kwargs else func(*args)
         except Exception as error:
             if self.signal is None:
                 self.signal = error
             raise
 
-    def _draw(self, run: Callable, *args: Any, **kwargs: Any) -> Any:
+    def _draw(self, func: Callable, args: tuple, kwargs: dict) -> Any:
         """Runs a function that may draw random numbers."""
         self._check_random()
-        found = run(*args, **kwargs)
+        if func in HANDLERS:
+            found = HANDLERS[func](self, func, *args, **kwargs)
+        else:
+            found = self.call(func, *args, **kwargs)
         self._random = random_state()
         return found
 
     def _check_random(self) -> None:
         """Raises if torch's generators do not go on from the last draw."""
-        if self.eager and self._random != random_state():
+        (state, on_devices), (now, others) = self._random, random_state()
+        if not torch.equal(state, now) or on_devices != others:
             raise NotAtOnce("a seed that is set in the forward")
 
     def watch(self, code: Callable[[], Any]) -> Any:
@@ -171,8 +199,7 @@ class SampleGroup(TorchFunctionMode):
         whatever the code did with it: another sample, or one alone, might have an
         answer.
         """
-        if self.eager:
-            self._random = random_state()
+        self._random = random_state()
         try:
             with self:
                 found = code()
@@ -193,12 +220,14 @@ class SampleGroup(TorchFunctionMode):
 
     def call(self, func: Callable, /, *args: Any, **kwargs: Any) -> Any:
         """Runs an op of a sample, and records its uses of parameters."""
-        shared: list[T] = []
         given = (*args, *kwargs.values()) if kwargs else args
-        self.find_shared(given, shared)
+        shared = self.find_shared(given)
         if not shared or not torch.is_grad_enabled():
-            return func(*args, **kwargs)
-        leaves = [x for x in shared if self._is_constant(x)]
+            return self.run_op(func, *args, **kwargs)
+        leaves: list[T] = []
+        for key in shared:
+            if key not in self.params:
+                leaves = self.constants(shared)
         if leaves:
             constants = {id(x): x.detach() for x in leaves}
             made = call_with(constants, partial(self.call, func), args, kwargs)
@@ -207,14 +236,13 @@ class SampleGroup(TorchFunctionMode):
             if isinstance(made, (T, list, tuple)) and not initializes:
                 self.check_leaves(leaves)
             return made
-        for rule in RULES.get(func, ()):
+        for rule in RULES[func] if func in RULES else ():
             op = rule(*args, **kwargs)
-            if op is not None and self._holds(op):
-                made = self.by_rule(func, op, args, kwargs)
-                if made is not None:
-                    return made
+            made = None if op is None else self.by_rule(func, op, shared, args, kwargs)
+            if made is not None:
+                return made
         batched = _any_batched(given)
-        if batched and is_composite(func):
+        if batched and func not in OF_ALL and is_composite(func):
             with self:
                 return decomposed(func)(*args, **kwargs)
         if not batched:
@@ -222,27 +250,36 @@ class SampleGroup(TorchFunctionMode):
             if not _any_batched((made,)):
                 return self.made(func, args, kwargs, made)
             # The op has drawn random numbers for each sample.
-        if self.eager and changes_in_place(func) and shared[0] is args[0]:
+        self.check_in_place(func, args, shared)
+        copies = {key: self.copy(x) for key, x in shared.items()}
+        return call_with(copies, partial(self.run_op, func), args, kwargs)
+
+    def run_op(self, func: Callable, /, *args: Any, **kwargs: Any) -> Any:
+        """Runs an op without parameters: as one op of all samples, if that is known."""
+        if func in OF_ALL and not kwargs and current_level() == self.level.number:
+            batched = [type(x) not in _NO_TENSORS and _is_one_a_sample(x) for x in args]
+            given = zip(args, batched)
+            tensors = [self.level.unwrap(x) if own else x for x, own in given]
+            if True in batched:
+                with Outside():
+                    y = OF_ALL[func](batched, *tensors)
+                if y is not NotImplemented:
+                    return self.wrap(y)
+        return func(*args, **kwargs)
+
+    def check_in_place(self, func: Callable, args: tuple, shared: dict) -> None:
+        """Raises if an op changes a value computed from parameters."""
+        if args and changes_in_place(func) and id(args[0]) in shared:
             raise NotAtOnce("a value computed from parameters that data change")
-        return call_with({id(x): self.copy(x) for x in shared}, func, args, kwargs)
 
     def made(self, func: Callable, args: tuple, kwargs: dict, made: Any) -> Any:
         """Called with each op of parameters without data; returns its result."""
         return made
 
-    def _holds(self, op: Op) -> bool:
-        for p in op.params:
-            if p is not None and (is_batched(p) or p.dtype.is_complex):
-                return False
-        for x in op.data:
-            if x.dtype.is_complex:
-                return False
-        # If the first is not shared, the gradients of the others need no data.
-        return self.is_shared(op.params[0]) and not all(map(self.is_shared, op.data))
-
-    def _is_constant(self, x: T) -> bool:
-        """Returns True if it is a leaf that is not among the parameters."""
-        return x.is_leaf and id(x) not in self.params
+    def constants(self, shared: dict[int, T]) -> list[T]:
+        """Returns the leaves that are not among the parameters."""
+        known = self.params
+        return [x for key, x in shared.items() if x.is_leaf and key not in known]
 
     def check_leaves(self, leaves: list[T]) -> None:
         """Called with leaves that are not among the parameters, where ops use them."""
@@ -252,75 +289,114 @@ class SampleGroup(TorchFunctionMode):
 
     # -- uses --------------------------------------------------------------------------
 
-    def value(self, x: T) -> ParameterValue:
-        """Returns the record of a parameter, or of a value computed from some."""
-        key = id(x)
+    def value(self, x: T, key: int) -> ParameterValue:
+        """Returns the record of a parameter, or a value computed from some, by id."""
         if key not in self._values or self._values[key].version != x._version:
             self._values[key] = ParameterValue(x)
         return self._values[key]
 
-    def by_rule(self, func: Callable, op: Op, args: tuple, kwargs: dict) -> T | None:
+    def values_of(
+        self, op: Op, shared: dict[int, T]
+    ) -> tuple[ParameterValue | None, ...] | None:
+        """
+        Returns the values that an op uses, None for those that are not trained. Returns
+        None instead of all if the rule does not apply.
+        """
+        keys, by_data = [*map(id, op.params)], False
+        for p, key in zip(op.params, keys):
+            if p is None or key in shared and not p.dtype.is_complex:
+                continue
+            # A tensor that is no argument, but made of some, may need a gradient.
+            if p.dtype.is_complex or p.requires_grad or is_batched(p):
+                return None
+        for x in op.data:
+            is_shared = id(x) in shared
+            if x.dtype.is_complex or x.requires_grad and not is_shared:
+                return None
+            by_data = by_data or not is_shared
+        # If the first is not shared, the gradients of the others need no data.
+        if not by_data or keys[0] not in shared:
+            return None
+        pairs: Any = zip(op.params, keys)
+        return tuple([self.value(p, k) if k in shared else None for p, k in pairs])
+
+    def by_rule(
+        self, func: Callable, op: Op, shared: dict[int, T], args: tuple, kwargs: dict
+    ) -> T | None:
         """
         Runs an op that has a rule, and records its uses of parameters. Returns None if
-        its output is complex, as factors are real.
+        the rule does not apply, or the output is complex, as factors are real.
         """
-        values = [self.value(p) if self.is_shared(p) else None for p in op.params]
-        data = [self.copy(x) if self.is_shared(x) else x for x in op.data]
-        whole = op.whole if self.eager and any(map(is_batched, data)) else None
-        if whole is None:
-            swap = {id(v.tensor): v.shared for v in values if v is not None}
-            swap.update((id(x), y) for x, y in zip(op.data, data) if y is not x)
-            y = call_with(swap, func, args, kwargs)
-        with self.outside():
-            data = [self.inner(x) for x in data]
-            if whole is None:
+        values = self.values_of(op, shared)
+        if values is None:
+            return None
+        data: Sequence[T] = op.data
+        if True in map(_requires_grad, data):
+            data = [self.copy(x) if id(x) in shared else x for x in data]
+        run_all = op.run_all if True in map(is_batched, data) else None
+        if run_all is None:
+            y = call_with(swapped(op, values, data), func, args, kwargs)
+        if current_level() != self.level.number:
+            raise NotAtOnce(_INSIDE)
+        layer = pop_level()  # as Outside() does in twice as many calls
+        try:
+            data = [*map(self.level.unwrap, data)]
+            if run_all is None:
                 y = self.inner(y)
             else:
                 params = zip(op.params, values)
-                y = whole([p if v is None else v.shared for p, v in params], *data)
+                y = run_all([p if v is None else v.shared for p, v in params], *data)
             if y.dtype.is_complex:
                 return None
-            first = 1 if self.eager else 0  # dims of samples
-            rows = [x.ndim - first - n for x, n in zip(data, op.data_dims)]
-            at = y.ndim - first - op.event_dims
-            return self.note(y, tuple(values), op.factors, at, data, tuple(rows))
+            return self.note(y, values, op.factors, op.event_dims, data, op.data_dims)
+        finally:
+            push_level(layer)
 
     def own(self, x: T | None) -> T | None:
         """Returns per-sample copies if ``x`` is made of parameters, else ``x``."""
         if x is None or not (self.is_shared(x) and torch.is_grad_enabled()):
             return x
-        if self._is_constant(x):
+        if self.constants({id(x): x}):
             self.check_leaves([x])
             return x.detach()
         return self.copy(x)
 
     def copy(self, x: T) -> T:
         """Returns one copy for each sample, without memory, at the vmap level."""
-        value = self.value(x)
+        value = self.value(x, id(x))
         found = self._copies.get(id(value))
         if found is None:
             with self.outside():
-                use = (value,), of_copies, 0, (), ()
-                found = self.note(self.inner(value.shared), *use)
+                copies, dims = self.inner(value.shared), value.tensor.ndim
+                found = self.note(copies, (value,), of_copies, dims, (), ())
             self._copies[id(value)] = found
         return found
 
-    def note(self, y: T, *use: Any) -> T:
+    def note(
+        self,
+        y: T,
+        values: tuple[ParameterValue | None, ...],
+        factors: Callable,
+        event_dims: int,
+        data: Sequence[T],
+        data_dims: Sequence[int],
+    ) -> T:
         """
-        Records a use of parameters, given by the first fields of ``ParameterUse``.
-        Called outside; returns the output ``y [B, *rows, *event]`` at the vmap level.
+        Records a use of parameters (see :class:`ParameterUse`), with the dims that
+        belong to one row (see :class:`Op`). Called outside; returns the output
+        ``y [B, *rows, *event]`` at the vmap level.
         """
         if not y.requires_grad:
             y.requires_grad_()
-        ends, versions = True, []
-        for x in use[3]:
-            ends &= not x.requires_grad
-            versions.append(x._version)
-        source = get_gradient_edge(y) if ends else None
-        y = _unsafe_view(y, y.shape)  # a node that in-place changes do not replace
-        edge = get_gradient_edge(y)
-        given: Any = (*use, tuple(versions), edge, source)
-        self.uses.append(ParameterUse(*given))
+        # Where no data have a graph, the graph of the samples ends at this use.
+        source = None if True in map(_requires_grad, data) else get_gradient_edge(y)
+        y = renewed(y, y.shape)
+        node: Any = y.grad_fn
+        edge, versions = GradientEdge(node, 0), tuple(map(_version, data))
+        dims = tuple([x.ndim - 1 - n for x, n in zip(data, data_dims)])
+        at = y.ndim - 1 - event_dims
+        use = ParameterUse(values, factors, at, data, dims, versions, edge, source)
+        self.uses += [use]
         return self.wrap(y)
 
     def of_others(
@@ -347,6 +423,10 @@ class SampleGroup(TorchFunctionMode):
         self._copies.clear()
 
 
+def _is_one_a_sample(x: Any) -> bool:
+    return (type(x) in _TENSORS or isinstance(x, T)) and is_batched(x)
+
+
 def _any_batched(args: Iterable) -> bool:
     """Returns True if some argument is batched."""
     return any(
@@ -364,6 +444,15 @@ def changes_in_place(func: Callable) -> bool:
     name = getattr(func, "__name__", "")
     plain = name.endswith("_") and not name.endswith("__")
     return plain or name == "__setitem__" or name.startswith("__i")
+
+
+def swapped(
+    op: Op, values: Sequence[ParameterValue | None], data: Sequence[T]
+) -> dict[int, T]:
+    """Returns what an op is called with instead of its parameters and shared data."""
+    swap = {id(x): y for x, y in zip(op.data, data) if y is not x}
+    swap.update((id(v.tensor), v.shared) for v in values if v is not None)
+    return swap
 
 
 def call_with(swap: dict[int, T], func: Callable, args: tuple, kwargs: dict) -> Any:

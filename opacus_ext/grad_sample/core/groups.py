@@ -411,7 +411,13 @@ def ask_rest(group: SampleGroup, func: Callable, *args: Any, **kwargs: Any) -> T
     return group.call(func, *given, **_agreed(group, kwargs))
 
 
+_NUMBERS = {int, float, type(None), type(...), torch.dtype, torch.device, bool}
+
+
 def _agreed(group: SampleGroup, given: Any) -> Any:
+    parts = given.values() if isinstance(given, dict) else given
+    if _NUMBERS.issuperset(map(type, parts)):
+        return given
     return pytree.tree_map(lambda x: group.agree(x) if isinstance(x, T) else x, given)
 
 
@@ -424,7 +430,19 @@ def where(group: SampleGroup, func: Callable, x: T, *args: Any) -> Any:
 @handles(T.__getitem__)
 def getitem(group: SampleGroup, func: Callable, x: T, index: Any) -> Any:
     """Handles masks and slices in an index, which decide the output shape."""
-    return group.call(func, x, _agreed_index(group, index))
+    if not _is_of_numbers(index):
+        index = _agreed_index(group, index)
+    return group.call(func, x, index)
+
+
+def _is_of_numbers(index: Any) -> bool:
+    """Returns True for the most frequent indices, which hold no tensors."""
+    for x in index if type(index) is tuple else (index,):
+        ends = (x.start, x.stop, x.step) if type(x) is slice else (x,)
+        for end in ends:
+            if type(end) not in _NUMBERS:
+                return False
+    return True
 
 
 @handles(T.__setitem__)

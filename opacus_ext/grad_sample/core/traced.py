@@ -9,6 +9,7 @@ the slot is the backprops of the use.
 from __future__ import annotations
 
 from contextlib import nullcontext
+from functools import partial
 from typing import Any, Callable, ContextManager, Iterable, Sequence
 
 import torch
@@ -21,10 +22,17 @@ from opacus_ext.grad_sample.core.gradients import (
     ParameterUse,
     ParameterValue,
 )
-from opacus_ext.grad_sample.core.group import SampleGroup, call_with
+from opacus_ext.grad_sample.core.group import SampleGroup, call_with, swapped
 from opacus_ext.grad_sample.core.groups import Samples, version
 from opacus_ext.grad_sample.core.vmap import is_batched
-from opacus_ext.grad_sample.rules import NotAtOnce
+from opacus_ext.grad_sample.rules import (
+    HANDLERS,
+    IN_COMPILED,
+    NOT_COMPILED,
+    RULES,
+    NotAtOnce,
+    Op,
+)
 
 T = torch.Tensor
 
@@ -138,24 +146,49 @@ class TracedGroup(SampleGroup):
     # Inside torch.func.grad, values computed from parameters may lack requires_grad:
     # recipes tell them from constants.
 
+    def __torch_function__(
+        self, func: Callable, types: Any, args: tuple = (), kwargs: Any = None
+    ) -> Any:
+        if func is T.unflatten:
+            func = torch.unflatten  # Dynamo does not trace super() in the method
+        run = partial(HANDLERS[func], self) if func in HANDLERS else self.call
+        try:
+            if func in NOT_COMPILED:
+                raise NotAtOnce(NOT_COMPILED[func])
+            return run(func, *args, **kwargs or {})
+        except Exception as error:
+            if self.signal is None:
+                self.signal = error
+            raise
+
     def is_shared(self, x: Any) -> bool:
         own = id(x) in self.params or id(x) in self._recipes
         return own or super().is_shared(x)
 
-    def find_shared(self, args: Iterable, found: list[T]) -> None:
-        super().find_shared(args, found)
+    def find_shared(self, args: Iterable) -> dict[int, T]:
+        found = super().find_shared(args)
         given = (x for y in args for x in (y if type(y) in (list, tuple) else (y,)))
-        found += [x for x in given if id(x) in self._recipes and not x.requires_grad]
+        found.update((id(x), x) for x in given if id(x) in self._recipes)
+        return found
 
-    def _is_constant(self, x: T) -> bool:
-        return id(x) not in self._recipes and super()._is_constant(x)
+    def constants(self, shared: dict[int, T]) -> list[T]:
+        return [x for x in super().constants(shared) if id(x) not in self._recipes]
+
+    def call(self, func: Callable, /, *args: Any, **kwargs: Any) -> Any:
+        own = IN_COMPILED.get(func, func)
+        return super().call(own if own in RULES else func, *args, **kwargs)
+
+    def run_op(self, func: Callable, /, *args: Any, **kwargs: Any) -> Any:
+        return IN_COMPILED.get(func, func)(*args, **kwargs)
+
+    def check_in_place(self, func: Callable, args: tuple, shared: dict) -> None:
+        """Does nothing: :meth:`made` and :meth:`run_op` see to it."""
 
     def made(self, func: Callable, args: tuple, kwargs: dict, made: Any) -> Any:
         same = func in _UNCHANGED and isinstance(made, T)  # w.type() gives a name
         if same and _kind(made) == _kind(args[0]):
             return args[0]  # a tracer may take them for two tensors
-        parts: list[T] = []
-        self.find_shared((*args, *kwargs.values()), parts)
+        parts = list(self.find_shared((*args, *kwargs.values())).values())
         several = isinstance(made, (tuple, list))
         whole = args[0] if func is T.__setitem__ else made  # which returns None
         for place, x in enumerate(whole if several else [whole]):
@@ -168,18 +201,40 @@ class TracedGroup(SampleGroup):
                 raise NotAtOnce("a parameter that is changed in place")
         return made
 
-    def value(self, x: T) -> ParameterValue:
-        if id(x) not in self._values:
-            if id(x) not in self.params and id(x) not in self._recipes:
+    def value(self, x: T, key: int) -> ParameterValue:
+        if key not in self._values:
+            if key not in self.params and key not in self._recipes:
                 raise NotAtOnce("an attribute of a parameter (w.T; write w.t())")
-            self._values[id(x)] = TracedValue(x, self._recipes)
-        return self._values[id(x)]
+            self._values[key] = TracedValue(x, self._recipes)
+        return self._values[key]
 
-    def note(self, y: T, *use: Any) -> T:
-        noted = ParameterUse(*use)
+    def by_rule(
+        self, func: Callable, op: Op, shared: dict[int, T], args: tuple, kwargs: dict
+    ) -> T | None:
+        values = self.values_of(op, shared)
+        if values is None:
+            return None
+        data = [self.copy(x) if id(x) in shared else x for x in op.data]
+        run = IN_COMPILED.get(func, func)
+        y = call_with(swapped(op, values, data), run, args, kwargs)
+        if y.dtype.is_complex:
+            return None
+        return self.note(y, values, op.factors, op.event_dims, data, op.data_dims)
+
+    def note(
+        self,
+        y: T,
+        values: tuple[ParameterValue | None, ...],
+        factors: Callable,
+        event_dims: int,
+        data: Sequence[T],
+        data_dims: Sequence[int],
+    ) -> T:
+        """Records a use; ``y`` and ``data`` are as a sample sees them."""
+        rows = tuple([x.ndim - n for x, n in zip(data, data_dims)])
         # Clones, as data may be changed in place later; the compiler removes others.
-        data = tuple(x.clone() for x in noted.data)
-        self.uses.append(noted._replace(data=data))
+        data = tuple(x.clone() for x in data)
+        self.uses.append(ParameterUse(values, factors, y.ndim - event_dims, data, rows))
         self.likes.append((y.shape, y.dtype))
         if self.slots is None:
             return y

@@ -16,6 +16,11 @@ from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 is_batched: Callable[[Any], bool] = _functorch.is_batchedtensor
+#: Returns the number of the innermost level, of vmap or another transform, or None.
+current_level: Callable[[], Any] = _functorch.maybe_current_level
+#: Gives a tensor another node of the graph, which in-place changes do not replace.
+renewed: Callable[[torch.Tensor, Any], torch.Tensor]
+renewed = torch.ops.aten._unsafe_view.default._op
 
 
 class Level:
@@ -32,20 +37,13 @@ class Level:
     def __exit__(self, *exception: Any) -> None:
         _functorch._vmap_decrement_nesting()
 
-    @property
-    def innermost(self) -> bool:
-        """True if no other torch.func transform runs inside this level."""
-        stack = _functorch.peek_interpreter_stack()
-        return stack is not None and stack.level() == self.number
-
     def wrap(self, x: torch.Tensor) -> torch.Tensor:
         """Turns ``[B, *shape]`` into the tensor that one sample sees, ``[*shape]``."""
         return _functorch._add_batch_dim(x, 0, self.number)
 
     def unwrap(self, x: torch.Tensor) -> torch.Tensor:
-        """Returns the values of all samples, ``[B, *shape]``."""
-        inner, dim = _functorch.get_unwrapped(x), _functorch.maybe_get_bdim(x)
-        return inner if dim == 0 else inner.movedim(dim, 0)
+        """Returns the values of all samples, ``[B, *shape]``; expands shared ones."""
+        return _functorch._remove_batch_dim(x, self.number, self.size, 0)
 
 
 def modes_above(mode: TorchFunctionMode) -> list[Any]:
@@ -66,14 +64,19 @@ def without_modes(modes: list[Any]) -> Iterator[None]:
             mode.__enter__()
 
 
+#: Leaves the innermost level, and returns what :data:`push_level` needs to go back.
+pop_level: Callable[[], Any] = _functorch.pop_dynamic_layer_stack
+push_level: Callable[[Any], Any] = _functorch.push_dynamic_layer_stack
+
+
 class Outside:
     """A block outside of the vmap level, where tensors hold all samples."""
 
     def __enter__(self) -> None:
-        self.layer = _functorch.pop_dynamic_layer_stack()
+        self.layer = pop_level()
 
     def __exit__(self, *exception: Any) -> None:
-        _functorch.push_dynamic_layer_stack(self.layer)
+        push_level(self.layer)
 
 
 #: Returns autograd's saved-tensor hooks, which activation checkpointing sets, or None.

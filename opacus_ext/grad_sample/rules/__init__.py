@@ -15,9 +15,13 @@ from opacus_ext.grad_sample.rules import (  # noqa: F401
 )
 from opacus_ext.grad_sample.rules.registry import (  # noqa: F401
     HANDLERS,
+    IN_COMPILED,
+    NOT_COMPILED,
+    OF_ALL,
     RULES,
     NotAtOnce,
     Op,
+    Rule,
     as_op,
     handles,
     register_rule,

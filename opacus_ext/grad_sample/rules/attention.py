@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any, Callable
+from typing import Any, Callable, Sequence
 
 import torch
 from torch.nn import functional as F
 
-from opacus_ext.grad_sample.rules.registry import handles, op_of_all
+from opacus_ext.grad_sample.rules.registry import (
+    IN_COMPILED,
+    handles,
+    library_op,
+    of_all,
+)
 
 T = torch.Tensor
 
@@ -26,15 +31,8 @@ def attention(
     enable_gqa: bool = False,
 ) -> T:
     """Runs the fused kernels on the batch of all samples."""
-    given = [group.own(x) for x in (query, key, value, attn_mask)]
-    others = dropout_p, is_causal, scale, enable_gqa
-    if not group.eager:
-        return _compiled(*given, *others)
-    if not any(map(group.is_batched, given)):
-        return _attention(*given, *others)
-    inner = [None if x is None else group.inner(x) for x in given]
-    with group.outside():
-        return group.wrap(_of_all(None, (0,) * 4, *inner, *others)[0])
+    given = attn_mask, dropout_p, is_causal, scale, enable_gqa
+    return group.call(_attention, query, key, value, *given)
 
 
 def _attention(*given: Any) -> T:
@@ -43,28 +41,29 @@ def _attention(*given: Any) -> T:
     return run(*first, scale=scale, enable_gqa=gqa)
 
 
-def _of_all(info: Any, in_dims: tuple, *given: Any) -> tuple[T, int]:
-    """The vmap rule: runs all samples, with tensors ``[B, *shape]``."""
-    tensors, dims = [], 2
-    for x, dim in zip(given[:4], in_dims):
+@of_all(_attention)
+def _of_all(batched: Sequence[bool], *given: Any) -> T:
+    """Takes samples as rows of the batch: ``[B, N, heads, length, width]``."""
+    tensors, dims, leads = [], 2, set()
+    for x, own in zip(given[:4], batched):
         if x is not None:
-            x = x[None] if dim is None else x.movedim(dim, 0)
-            dims = max(dims, x.dim() - 1)
-            x = x.reshape(len(x), *[1] * (5 - x.dim()), *x.shape[1:])
+            x = x if own else x[None]
+            dims = max(dims, x.ndim - 1)
+            if x.ndim < 5:
+                x = x.reshape(x.shape[0], *[1] * (5 - x.ndim), *x.shape[1:])
+            leads.add(x.shape[:2])
         tensors.append(x)
-    leads = {x.shape[:2] for x in tensors if x is not None}
-    lead = leads.pop() if len(leads) == 1 else torch.broadcast_shapes(*leads)
-    expanded = [
-        None if x is None else x.expand(*lead, *x.shape[2:]).flatten(0, 1)
-        for x in tensors
-    ]
-    y = _attention(*expanded, *given[4:]).unflatten(0, lead)
-    return y.reshape(lead[0], *y.shape[-dims:]), 0
+    lead = leads.pop()
+    if leads:
+        lead = torch.broadcast_shapes(lead, *leads)
+        tensors = [x if x is None else x.expand(*lead, *x.shape[2:]) for x in tensors]
+    rows = [x if x is None else x.flatten(0, 1) for x in tensors]
+    y = _attention(*rows, *given[4:])
+    return y.reshape(lead[0], *[*lead[1:], *y.shape[1:]][-dims:])
 
 
-_compiled = op_of_all(
+IN_COMPILED[_attention] = library_op(
     "attention(Tensor query, Tensor key, Tensor value, Tensor? mask, float dropout, "
     "bool causal, float? scale, bool gqa) -> Tensor",
     _attention,
-    _of_all,
 )

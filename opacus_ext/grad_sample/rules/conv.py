@@ -55,7 +55,7 @@ def conv(
     padding = _each(0 if padding == "valid" else padding, dims)
     settings = _each(stride, dims), padding, dilation, groups
     given = OfConv(weight.shape, bias is not None, *settings)
-    return Op((weight, bias), (input,), given, dims + 1, (dims + 1,), given.whole)
+    return Op((weight, bias), (input,), given, dims + 1, (dims + 1,), given.run_all)
 
 
 def _each(value: Size, dims: int) -> tuple[int, ...]:
@@ -73,7 +73,7 @@ class OfConv(NamedTuple):
     dilation: tuple[int, ...]
     groups: int
 
-    def whole(self, params: Sequence, x: T) -> T:
+    def run_all(self, params: Sequence, x: T) -> T:
         """Runs the layer for all samples."""
         dims = len(self.stride)
         rows = x.shape[: -1 - dims]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, Callable, NamedTuple, Sequence
+from functools import partial
+from typing import Any, Callable
 
 import torch
 from torch.nn import functional as F
@@ -54,8 +55,9 @@ def embedding(
     refuse_embedding(what, max_norm, scale_grad_by_freq, sparse)
     if padding_idx is not None and padding_idx < 0:
         padding_idx += len(weight)
-    op = OfRows(len(weight), padding_idx)
-    return Op((weight,), (input,), op, 1, (0,), op.whole)
+    factors = partial(_rows, weight.shape[0], padding_idx)
+    given = (weight,), (input,), factors, 1, (0,)
+    return Op(*given, lambda params, ids: F.embedding(ids, params[0], padding_idx))
 
 
 @handles(F.embedding)
@@ -92,24 +94,17 @@ def getitem(table: T, index: Any) -> Op | None:
         return None
     if index.dtype in (torch.bool, torch.uint8):
         return None
-    factors, event = OfRows(len(table)), table.dim() - 1
-    return Op((table,), (index,), factors, event, (0,), lambda p, index: p[0][index])
+    given = (table,), (index,), partial(_rows, len(table), None), table.dim() - 1, (0,)
+    return Op(*given, lambda params, index: params[0][index])
 
 
-class OfRows(NamedTuple):  # equal for equal tables, so that uses are bundled
-    """The factors of a table ``[size, *]``, whose index may be negative."""
-
-    size: int
-    padding: int | None = None
-
-    def whole(self, params: Sequence, ids: T) -> T:
-        """Looks up the rows for all samples."""
-        return F.embedding(ids, params[0], self.padding)
-
-    def __call__(self, backprops: T, ids: T) -> list[tuple[Factor, ...]]:
-        # A sequence of no tokens has no entries to tell -1 from.
-        rows = backprops.flatten(2) if backprops.dim() > 2 else backprops[..., None]
-        if self.padding is not None:
-            rows = rows.masked_fill((ids == self.padding).unsqueeze(-1), 0)
-        ids = ids.to(rows.device, torch.long)  # it may be on the CPU for ``table[ids]``
-        return [(OneHot(ids % self.size, self.size), rows)]
+def _rows(
+    size: int, padding: int | None, backprops: T, ids: T
+) -> list[tuple[Factor, ...]]:
+    """Returns the factors of a table ``[size, *]``, whose index may be negative."""
+    # A sequence of no tokens has no entries to tell -1 from.
+    rows = backprops.flatten(2) if backprops.dim() > 2 else backprops[..., None]
+    if padding is not None:
+        rows = rows.masked_fill((ids == padding).unsqueeze(-1), 0)
+    ids = ids.to(rows.device, torch.long)  # it may be on the CPU for ``table[ids]``
+    return [(OneHot(ids % size, size), rows)]

@@ -10,13 +10,14 @@ The padded batches of its main text are measured in benchmarks/moe.py.
 
 from __future__ import annotations
 
-from typing import Any, Callable, NamedTuple, Sequence
+from functools import partial
+from typing import Any, Callable, Sequence
 
 import torch
 from torch import nn
 
 from opacus_ext.grad_sample.factors import Factor, OneHot
-from opacus_ext.grad_sample.rules.registry import Op, handles, register_rule
+from opacus_ext.grad_sample.rules.registry import Op, of_all, register_rule
 
 T = torch.Tensor
 
@@ -47,43 +48,36 @@ def grouped_linear(x: T, index: T, weight: T, transposed: bool = False) -> T:
 
 @register_rule(_grouped_linear)
 def _of_experts(x: T, index: T, weight: T, transposed: bool = False) -> Op:
-    op = OfExperts(len(weight), transposed)
-    return Op((weight,), (x, index), op, 1, (1, 0), op.whole)
+    run_all = partial(_of_rows, transposed)
+    factors = partial(_experts, weight.shape[0], transposed)
+    return Op((weight,), (x, index), factors, 1, (1, 0), run_all)
 
 
-@handles(_grouped_linear)
-def _frozen(
-    group: Any, func: Callable, x: T, index: T, weight: T, transposed: bool = False
+@of_all(_grouped_linear)
+def _of_all(
+    batched: Sequence[bool], x: T, index: T, weight: T, transposed: bool = False
 ) -> T:
-    """Runs the rows of all samples together if the weight is not trained."""
-    trained = weight.requires_grad and torch.is_grad_enabled()
-    if trained or not group.eager or group.is_batched(weight):
-        return group.call(func, x, index, weight, transposed)
-    x = group.own(x)
-    with group.outside():
-        given = group.inner(x), group.inner(index)
-        whole = OfExperts(len(weight), transposed).whole
-        return group.wrap(whole([weight], *given))
+    """Multiplies the rows of all samples together if they share the weight."""
+    if batched[:3] != [True, True, False]:
+        return NotImplemented
+    return _of_rows(transposed, [weight], x, index)
 
 
-class OfExperts(NamedTuple):
-    """The factors of weights ``[size, in, out]``, or ``[size, out, in]``."""
+def _of_rows(transposed: bool, params: Sequence, x: T, index: T) -> T:
+    rows = x.flatten(0, -2), index.flatten()
+    y = grouped_linear(*rows, params[0], transposed)
+    return y.unflatten(0, x.shape[:-1])
 
-    size: int
-    transposed: bool = False
 
-    def whole(self, params: Sequence, x: T, index: T) -> T:
-        """Multiplies the rows of all samples."""
-        rows = x.flatten(0, -2), index.flatten()
-        y = grouped_linear(*rows, params[0], self.transposed)
-        return y.unflatten(0, x.shape[:-1])
-
-    def __call__(self, backprops: T, x: T, index: T) -> list[tuple[Factor, ...]]:
-        none = (index >= self.size).unsqueeze(-1)
-        rows = x.to(backprops.dtype).masked_fill(none, 0)
-        expert = OneHot(index.long().clamp(max=self.size - 1), self.size)
-        pair = (backprops, rows) if self.transposed else (rows, backprops)
-        return [(expert, *pair)]
+def _experts(
+    size: int, transposed: bool, backprops: T, x: T, index: T
+) -> list[tuple[Factor, ...]]:
+    """Returns the factors of weights ``[size, in, out]``, or ``[size, out, in]``."""
+    none = (index >= size).unsqueeze(-1)
+    rows = x.to(backprops.dtype).masked_fill(none, 0)
+    expert = OneHot(index.long().clamp(max=size - 1), size)
+    pair = (backprops, rows) if transposed else (rows, backprops)
+    return [(expert, *pair)]
 
 
 # -- layers that follow the experts interface of transformers 5 ------------------------

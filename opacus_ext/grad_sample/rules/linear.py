@@ -5,7 +5,8 @@ RMSNorm needs no rule: per-sample copies of its scale are as fast.
 
 from __future__ import annotations
 
-from typing import Any, Callable, NamedTuple, Sequence
+from functools import partial
+from typing import Any, Callable, Sequence
 
 import torch
 from torch.nn import functional as F
@@ -14,7 +15,9 @@ from opacus_ext.grad_sample.factors import Factor, OneHot, upcast
 from opacus_ext.grad_sample.rules.registry import (
     Op,
     handles,
-    op_of_all,
+    in_compiled,
+    library_op,
+    of_all,
     register_rule,
 )
 
@@ -42,44 +45,53 @@ def _stack(backprops: T, activations: T) -> Found:
     return [(which, x.flatten(1, 3), g.flatten(1, 3))]
 
 
-def _of_all(info: Any, in_dims: tuple, x: T, weight: T, bias: T) -> tuple[T, int]:
-    """Runs all samples; vmap would take a layer that they share apart."""
-    if in_dims[1] is None and in_dims[2] is None:
-        return F.linear(x.movedim(in_dims[0], 0), weight, bias), 0
-    x, weight, bias = (
-        y[None] if dim is None else y.movedim(dim, 0)
-        for y, dim in zip((x, weight, bias), in_dims)
-    )
-    count = max(map(len, (x, weight, bias)))
-    rows = x.flatten(1, -2) if x.dim() > 2 else x.unsqueeze(1)
-    rows, weight = (y.expand(count, -1, -1) for y in (rows, weight.mT))
-    y = torch.baddbmm(bias.unsqueeze(1), rows, weight)  # autocast casts the bias, too
-    return y.view(count, *x.shape[1:-1], y.shape[2]), 0
-
-
-_compiled = op_of_all(
-    "linear(Tensor x, Tensor weight, Tensor bias) -> Tensor", F.linear, _of_all
-)
+@register_rule(F.linear)
+def linear(input: T, weight: T, bias: T | None = None) -> Op | None:
+    """``y [*, out] = input [*, in] W^T + b``"""
+    if weight.dim() != 2 or bias is not None and bias.shape != weight.shape[:1]:
+        return None
+    given = (weight, bias), (input,), _linear
+    return Op(*given, run_all=lambda params, x: F.linear(x, *params))
 
 
 @handles(F.linear)
 def _linear_of(
     group: Any, func: Callable, input: T, weight: T, bias: T | None = None
 ) -> T:
-    """Calls one op where vmap would take the layer apart: in compiled code."""
-    # Under autocast vmap would add a bias of float32, and return float32.
-    splits = group.eager and not torch.is_autocast_enabled(input.device.type)
-    if splits or bias is None or weight.dim() != 2 or bias.dim() != 1:
-        return group.call(func, input, weight, bias)
-    return group.call(_compiled, input, weight, bias)
+    """Names all arguments by position."""
+    return group.call(func, input, weight, bias)
 
 
-@register_rule(F.linear, _compiled)
-def linear(input: T, weight: T, bias: T | None = None) -> Op | None:
-    """``y [*, out] = input [*, in] W^T + b``"""
-    if weight.dim() != 2 or bias is not None and bias.shape != weight.shape[:1]:
-        return None
-    return Op((weight, bias), (input,), _linear, whole=lambda p, x: F.linear(x, *p))
+@of_all(F.linear)
+def _of_all(batched: Sequence[bool], x: T, weight: T, bias: T | None) -> T:
+    """
+    Runs all samples: vmap would take a layer that they share apart, and under autocast
+    add a bias of float32, and return float32.
+    """
+    if not batched[1] and not batched[2]:
+        return F.linear(x, weight, bias)
+    if bias is None or weight.dim() != 2 + batched[1] or bias.dim() != 1 + batched[2]:
+        return NotImplemented
+    x, weight, bias = (
+        y if own else y[None] for y, own in zip((x, weight, bias), batched)
+    )
+    count = max(map(len, (x, weight, bias)))
+    rows = x.flatten(1, -2) if x.dim() > 2 else x.unsqueeze(1)
+    rows, weight = (y.expand(count, -1, -1) for y in (rows, weight.mT))
+    y = torch.baddbmm(bias.unsqueeze(1), rows, weight)  # autocast casts the bias, too
+    return y.view(count, *x.shape[1:-1], y.shape[2])
+
+
+_linear_op = library_op(
+    "linear(Tensor x, Tensor weight, Tensor bias) -> Tensor", F.linear
+)
+
+
+@in_compiled(F.linear)
+def _linear_in_compiled(input: T, weight: T, bias: T | None = None) -> T:
+    if bias is None or weight.dim() != 2 or bias.dim() != 1:
+        return F.linear(input, weight, bias)
+    return _linear_op(input, weight, bias)
 
 
 @register_rule(torch.addmm, T.addmm)
@@ -89,9 +101,8 @@ def addmm(
     """``y [*, out] = input [out] + mat1 [*, in] mat2 [in, out]``"""
     if beta != 1 or alpha != 1 or input.shape != mat2.shape[1:]:
         return None
-    return Op(
-        (mat2, input), (mat1,), _product, whole=lambda p, x: F.linear(x, p[0].mT, p[1])
-    )
+    given = (mat2, input), (mat1,), _product
+    return Op(*given, run_all=lambda params, x: F.linear(x, params[0].mT, params[1]))
 
 
 @register_rule(torch.matmul, T.matmul, T.__matmul__, torch.mm, T.mm)
@@ -112,25 +123,17 @@ def bmm(input: T, mat2: T) -> Op | None:
 # -- norms -----------------------------------------------------------------------------
 
 
-class OfLayerNorm(NamedTuple):  # equal for equal layers, so that uses are bundled
-    """The factors of a scale and a shift ``[*shape]``."""
-
-    shape: tuple[int, ...]
-    eps: float
-
-    def whole(self, params: Sequence, x: T) -> T:
-        """Runs the layer for all samples."""
-        weight, bias = params
-        return F.layer_norm(x, self.shape, weight, bias, self.eps)
-
-    def __call__(self, backprops: T, x: T, *statistics: T) -> Found:
-        if statistics:
-            mean, rstd = statistics
-            normalized = (x - mean) * rstd
-        else:
-            normalized = F.layer_norm(x, self.shape, eps=self.eps)
-        normalized = normalized.to(backprops.dtype)
-        return [((normalized * backprops).flatten(2),), (backprops.flatten(2),)]
+def _layer_norm(
+    shape: Sequence[int], eps: float, backprops: T, x: T, *statistics: T
+) -> Found:
+    """Returns the factors of a scale and a shift ``[*shape]``."""
+    if statistics:
+        mean, rstd = statistics
+        normalized = (x - mean) * rstd
+    else:
+        normalized = F.layer_norm(x, shape, eps=eps)
+    normalized = normalized.to(backprops.dtype)
+    return [((normalized * backprops).flatten(2),), (backprops.flatten(2),)]
 
 
 @register_rule(F.layer_norm)
@@ -142,18 +145,18 @@ def layer_norm(
     eps: float = 1e-5,
 ) -> Op:
     """Scale and shift ``[*normalized_shape]``."""
-    given, dims = OfLayerNorm(tuple(normalized_shape), eps), len(normalized_shape)
-    return Op((weight, bias), (input,), given, dims, (dims,), given.whole)
+    shape = tuple(normalized_shape)
+    dims, factors = len(shape), partial(_layer_norm, shape, eps)
+
+    def run_all(params: Sequence[T | None], x: T) -> T:
+        return F.layer_norm(x, shape, params[0], params[1], eps)
+
+    return Op((weight, bias), (input,), factors, dims, (dims,), run_all)
 
 
+@in_compiled(F.layer_norm)
 def _compiled_layer_norm(*args: Any, **kwargs: Any) -> T:
     return F.layer_norm(*args, **kwargs)
-
-
-@handles(F.layer_norm)
-def _layer_norm_of(group: Any, func: Callable, *args: Any, **kwargs: Any) -> T:
-    """Chooses the rule that saves statistics in compiled code."""
-    return group.call(func if group.eager else _compiled_layer_norm, *args, **kwargs)
 
 
 @register_rule(_compiled_layer_norm)
@@ -162,7 +165,7 @@ def _with_statistics(*args: Any, **kwargs: Any) -> Op:
     op: Any = layer_norm(*args, **kwargs)
     x, axes = upcast(op.data[0].detach()), [*range(-op.event_dims, 0)]
     var, mean = torch.var_mean(x, axes, correction=0, keepdim=True)
-    data = *op.data, mean, torch.rsqrt(var + op.factors.eps)
+    data = *op.data, mean, torch.rsqrt(var + op.factors.args[1])
     return op._replace(data=data, data_dims=3 * op.data_dims)
 
 
@@ -176,17 +179,31 @@ def group_norm(
     bias: T | None = None,
     eps: float = 1e-5,
 ) -> T:
+    """Names all arguments by position."""
+    return group.call(func, input, num_groups, weight, bias, eps)
+
+
+@of_all(F.group_norm)
+def _group_norm_of_all(
+    batched: Sequence[bool],
+    x: T,
+    num_groups: int,
+    weight: T | None,
+    bias: T | None,
+    eps: float,
+) -> T:
     """
     Normalizes the channels of all samples as the groups of one, in torch's kernel,
     whose gradients of scales and shifts are per-sample gradients then.
     """
-    if not (group.eager and group.is_batched(input) and group.level.innermost):
-        return group.call(func, input, num_groups, weight, bias, eps)
-    copies = [None if x is None else group.inner(group.own(x)) for x in (weight, bias)]
-    x = group.inner(input)
-    with group.outside():
-        joined = x.transpose(0, 1).flatten(1, 2)  # [N, B * channels, *space]
-        given = [None if y is None else y.flatten(0, 1) for y in copies]
-        y = func(joined, num_groups * len(x), *given, eps)
-        y = y.unflatten(1, x.shape[0:3:2]).transpose(0, 1)
-        return group.wrap(y.contiguous())  # as of a sample alone, who may take a view
+    if not batched[0]:
+        return NotImplemented
+    size, channels = x.shape[0], x.shape[2]
+    joined = x.transpose(0, 1).flatten(1, 2)  # [N, B * channels, *space]
+    scale, shift = (
+        None if y is None else y.expand(size, channels).flatten()
+        for y in (weight, bias)
+    )
+    y = F.group_norm(joined, num_groups * size, scale, shift, eps)
+    y = y.unflatten(1, (size, channels)).transpose(0, 1)
+    return y.contiguous()  # as of a sample alone, who may take a view

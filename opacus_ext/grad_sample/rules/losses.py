@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, Callable
+from typing import Any, Callable, Sequence
 
 import torch
 from torch.nn import functional as F
 
-from opacus_ext.grad_sample.rules.registry import handles
+from opacus_ext.grad_sample.rules.registry import handles, of_all
 
 T = torch.Tensor
 
@@ -25,25 +25,40 @@ def cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> T:
+    """Names all arguments by position."""
+    given = weight, size_average, ignore_index, reduce, reduction, label_smoothing
+    return group.call(func, input, target, *given)
+
+
+@of_all(F.cross_entropy)
+def _of_all(
+    batched: Sequence[bool],
+    input: T,
+    target: T,
+    weight: T | None,
+    size_average: bool | None,
+    ignore_index: int,
+    reduce: bool | None,
+    reduction: str,
+    label_smoothing: float,
+) -> T:
     """Runs torch's kernel for the rows of all samples, if targets are labels."""
     legacy = size_average is not None or reduce is not None
     known = reduction in ("none", "mean", "sum")  # others are torch's error
     by_vmap = weight is not None or legacy or target.is_floating_point() or not known
-    samples = group.is_batched(input) and group.is_batched(target)
-    if not (group.eager and samples and group.level.innermost) or by_vmap:
-        given = weight, size_average, ignore_index, reduce, reduction, label_smoothing
-        return group.call(func, input, target, *given)
-    x, y = group.inner(input), group.inner(target)
-    with group.outside():
-        kind: Any = dict(ignore_index=ignore_index, label_smoothing=label_smoothing)
-        logits, labels = (z.flatten(0, 1) if input.dim() > 1 else z for z in (x, y))
-        losses = F.cross_entropy(logits, labels, reduction="none", **kind)
-        losses = losses.view(y.shape)
-        if reduction != "none":
-            losses = _by_sample(losses)
-        if reduction == "mean":
-            losses = losses / _by_sample(y != ignore_index)
-    return group.wrap(losses)
+    if by_vmap or not (batched[0] and batched[1]):
+        return NotImplemented
+    kind: Any = dict(ignore_index=ignore_index, label_smoothing=label_smoothing)
+    logits, labels = (
+        x.flatten(0, 1) if input.dim() > 2 else x for x in (input, target)
+    )
+    losses = F.cross_entropy(logits, labels, reduction="none", **kind)
+    losses = losses.view(target.shape)
+    if reduction != "none":
+        losses = _by_sample(losses)
+    if reduction == "mean":
+        losses = losses / _by_sample(target != ignore_index)
+    return losses
 
 
 def _by_sample(x: T) -> T:

@@ -246,11 +246,9 @@ def _direction(
         return group.wrap(out), tuple(group.wrap(y.unflatten(0, (-1, n))) for y in ends)
 
 
-@handles(*KERNELS)
+@handles(*KERNELS, not_compiled="a recurrent kernel in a function that is compiled")
 def kernel(group: Any, func: Callable, *args: Any, **kwargs: Any) -> Any:
     """Runs all layers; returns ``(output, h)``, for an LSTM ``(output, h, c)``."""
-    if not group.eager:
-        raise NotAtOnce("a recurrent kernel in a function that is compiled")
     if kwargs or (len(args) > 3 and type(args[3]) in (list, tuple)):
         raise NotAtOnce("packed sequences, or a recurrent kernel called by keywords")
     x, hx, flat, bias, layers, dropout, train, bidirectional, batch_first = args

@@ -30,8 +30,8 @@ class Op(NamedTuple):
         event_dims: number of trailing dims of the output that belong to one row; all
             dims before them become rows
         data_dims: the same for each of ``data``
-        whole: maps ``(params, *data)`` to the output of all samples ``[B, *rows,
-            *event]``; None to run the op itself under vmap
+        run_all: maps ``(params, *data)``, with data ``[B, *shape]``, to the output of
+            all samples ``[B, *rows, *event]``; None to run the op itself under vmap
     """
 
     params: tuple[Optional[torch.Tensor], ...]
@@ -39,7 +39,7 @@ class Op(NamedTuple):
     factors: Callable[..., Sequence[tuple[Factor, ...]]]
     event_dims: int = 1
     data_dims: tuple[int, ...] = (1,)
-    whole: Callable[..., torch.Tensor] | None = None
+    run_all: Callable[..., torch.Tensor] | None = None
 
 
 Rule = Callable[..., Optional[Op]]
@@ -101,12 +101,54 @@ Handler = Callable[..., Any]
 HANDLERS: dict[Callable, Handler] = {}
 
 
-def handles(*functions: Callable) -> Callable[[Handler], Handler]:
-    """Registers the handler of some functions."""
+#: By function that compiled code can't run: what it is, for the error.
+NOT_COMPILED: dict[Callable, str] = {}
+
+
+def handles(
+    *functions: Callable, not_compiled: str = ""
+) -> Callable[[Handler], Handler]:
+    """
+    Registers the handler of some functions; ``not_compiled`` says what they are if
+    compiled code can't run them.
+    """
 
     def decorator(handler: Handler) -> Handler:
         HANDLERS.update(dict.fromkeys(functions, handler))
+        if not_compiled:
+            NOT_COMPILED.update(dict.fromkeys(functions, not_compiled))
         return handler
+
+    return decorator
+
+
+# -- functions that run as one op of all samples ---------------------------------------
+
+#: By function, what runs it for all samples: ``of_all(batched, *args)`` with the
+#: arguments in order. Tensors with True in ``batched`` are ``[B, *shape]``; samples
+#: share others. It returns ``[B, *shape]``, or NotImplemented to leave it to vmap.
+OF_ALL: dict[Callable, Callable] = {}
+#: By function, what is called instead in compiled code, which can't leave the vmap
+#: level. Rules of that come before those of the function.
+IN_COMPILED: dict[Callable, Callable] = {}
+
+
+def of_all(function: Callable) -> Callable[[Callable], Callable]:
+    """Registers what runs a function for all samples, see :data:`OF_ALL`."""
+
+    def decorator(run: Callable) -> Callable:
+        OF_ALL[function] = run
+        return run
+
+    return decorator
+
+
+def in_compiled(function: Callable) -> Callable[[Callable], Callable]:
+    """Registers what compiled code calls instead, see :data:`IN_COMPILED`."""
+
+    def decorator(other: Callable) -> Callable:
+        IN_COMPILED[function] = other
+        return other
 
     return decorator
 
@@ -114,15 +156,20 @@ def handles(*functions: Callable) -> Callable[[Handler], Handler]:
 _library = torch.library.Library("opacus_ext", "FRAGMENT")
 
 
-def op_of_all(schema: str, function: Callable, of_all: Callable) -> Callable:
+def library_op(schema: str, function: Callable) -> Callable:
     """
-    Returns an op that is made of torch's, for compiled code, which can't leave the vmap
-    level. ``of_all`` is its vmap rule: it runs all samples.
+    Returns an op that is made of torch's, for compiled code, and whose vmap rule is
+    what :func:`of_all` has registered for the function.
     """
-    name = schema.partition("(")[0]
+    name, run = schema.partition("(")[0], OF_ALL[function]
+
+    def rule(info: Any, in_dims: tuple, *args: Any) -> tuple[torch.Tensor, int]:
+        given = [x.movedim(dim, 0) if dim else x for x, dim in zip(args, in_dims)]
+        return run([dim is not None for dim in in_dims], *given), 0
+
     _library.define(schema)
     _library.impl(name, function, "CompositeImplicitAutograd")
-    torch.library.register_vmap(f"opacus_ext::{name}", of_all, lib=_library)
+    torch.library.register_vmap(f"opacus_ext::{name}", rule, lib=_library)
     return getattr(torch.ops.opacus_ext, name)
 
 
