@@ -306,7 +306,10 @@ class Collector:
 
 def _kind(use: ParameterUse, backprops: T) -> tuple:
     """Returns a key that is equal for uses that can be handled together."""
-    key = [use.factors, use.rows, use.data_rows]
+    factors: Any = use.factors
+    if isinstance(factors, partial):  # which are not equal, even of equal arguments
+        factors = factors.func, factors.args, *factors.keywords.items()
+    key = [factors, use.rows, use.data_rows]
     for x in (backprops, *use.data):
         key += x.shape, x.dtype, x.device
     for value in use.values:
