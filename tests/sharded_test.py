@@ -6,6 +6,7 @@ alone by plain autograd.
 
 import functools
 import os
+import random
 from dataclasses import dataclass
 from typing import Any, List, Optional
 
@@ -31,6 +32,7 @@ from torch.utils.checkpoint import checkpoint
 
 from opacus_ext import clipped_grads, per_sample_grads
 from opacus_ext.data import Poisson
+from opacus_ext.grad_sample.core.vmap import is_batched
 from opacus_ext.optimizers import Banded
 from tests.common import clipped_sum, make_private, norms_of, oracle, trainable
 from tests.neighbors.search import SLACK
@@ -380,22 +382,125 @@ def one_record_moves():
     return found
 
 
-def functional():
-    """``clipped_grads`` of a sharded model, with branches, and one by one."""
+def padded(model, ids):
+    return model(ids, (ids != 0).double()) if (ids == 0).any() else model(ids)
+
+
+def indexed(model, ids):
+    return model(ids[:, (ids != 0)[0]])
+
+
+def stops(model, ids):
+    """Asks as often as a sample has tokens."""
+    steps = range(ids.shape[1])
+    return model(ids[:, : next((t for t in steps if ids[0, t] == 0), None)])
+
+
+def generates(model, ids):
+    """What vmap can't run."""
+    noise = torch.rand(ids.shape, generator=torch.Generator().manual_seed(3))
+    return model(ids, noise.double())
+
+
+def trips(model, ids):
+    """Fails in one process when samples run together."""
+    if dist.is_initialized() and dist.get_rank() and is_batched(ids):
+        raise ValueError("of mine")
+    return model(ids)
+
+
+@dataclass(frozen=True)
+class Asking:
+    """Losses that ask something of the data; whether samples can run together."""
+
+    asks: Any
+    sizes: Any
+    together: bool
+    padded: Any = ()  # numbers of samples, among those of all processes
+    lengths: Any = (6, 6)
+    model: str = "plain"
+
+    def __str__(self):
+        given = self.asks.__name__, self.sizes, self.padded, self.lengths, self.model
+        return " ".join(map(str, given))
+
+    def batches(self):
+        generator, done = torch.Generator().manual_seed(0), 0
+        for size, length in zip(self.sizes, self.lengths):
+            ids = torch.randint(1, 31, (size, length), generator=generator)
+            for i in range(size):
+                ids[i, -2:] *= done + i not in self.padded
+            done += size
+            yield ids
+
+    def loss(self, model, ids):
+        logits = self.asks(model, ids)
+        return logits.logsumexp(-1).mean() + logits[..., 3].square().mean()
+
+
+ASKING = [
+    Asking(padded, (3, 3), True),
+    Asking(padded, (4, 1), True),
+    Asking(padded, (3, 0), True),
+    Asking(padded, (0, 2), True, (0, 1)),
+    Asking(padded, (0, 0), True),
+    Asking(padded, (3, 3), True, (), (5, 7)),
+    Asking(padded, (3, 3), False, (0, 1, 2)),
+    Asking(padded, (4, 2), False, (1,)),
+    Asking(padded, (3, 0), False, (0,)),
+    Asking(indexed, (3, 0), True),
+    Asking(indexed, (3, 2), False, (), (5, 7)),
+    Asking(indexed, (1, 4), False, (2,), (5, 7)),
+    Asking(stops, (2, 3), True),
+    Asking(stops, (2, 3), False, (), (5, 7)),
+    Asking(generates, (2, 1), False),
+    Asking(trips, (2, 3), False),
+    Asking(padded, (0, 4), False, (), (6, 6), "item"),
+    Asking(padded, (3, 2), False, (), (6, 6), "checkpoint"),
+]
+
+
+def asking():
+    """Clipped sums, and in how many calls of the loss."""
     found = {}
-    for name in ("plain", "branches", "checkpoint"):
-        model = sharded(name)
-        for step, sizes in enumerate([[3, 2], [0, 4], [0, 0]]):
-            ids = batch_of(name, step, sum(sizes), False)["ids"]
-            got = clipped_grads(
-                lambda ids: losses_of(model, {"ids": ids})[0],
-                model,
-                ids.split(sizes)[dist.get_rank()],
-                BOUND,
-            )
-            sums = {n: x.full_tensor() for n, x in got.sums.items()}
-            found[name, step] = sums, got.norms, got.losses
+    for case in ASKING:
+        model, calls = sharded(case.model), []
+
+        def loss(ids):
+            calls.append(ids)
+            return case.loss(model, ids)
+
+        ids = [*case.batches()][dist.get_rank()]
+        got = clipped_grads(loss, model, ids, BOUND)
+        sums = {n: x.full_tensor() for n, x in got.sums.items()}
+        found[str(case)] = sums, got.norms, len(got.losses), len(calls)
     return found
+
+
+KINDS = (torch.bool, torch.uint8, torch.int64, torch.float16, torch.bfloat16)
+KINDS += (torch.float64, torch.complex64, torch.complex128)
+
+
+def answers():
+    """What losses are told where only process 0 has samples, and of negative zeros."""
+    model, told, zeros = fully_shard(nn.Linear(4, 1).double()), {}, []
+    x = torch.tensor([[-2.5, -0.0, 0.0, 7.0]]).double()
+
+    def loss(x):
+        for kind in KINDS:
+            told.setdefault(kind, repr(x.to(kind)[0].tolist()))
+        told.setdefault("none", x[0, :0].tolist())
+        return model(x).sum()
+
+    clipped_grads(loss, model, x.expand(3 * (dist.get_rank() == 0), 4), 1.0)
+
+    def asks(x):
+        zeros.append(repr(x[0, 0].item()))
+        return model(x).sum()
+
+    x = torch.zeros(2, 4).double() * (1 - 2 * dist.get_rank())
+    clipped_grads(asks, model, x, 1.0)
+    return told, zeros
 
 
 def drawn():
@@ -485,71 +590,48 @@ def refusals():
     later.blocks[0].requires_grad_(False)
     batch = own(batch_of("plain", 0, 4, False), [2, 2])
     found["frozen"] = refusal(private.step, batch, losses_of)
-    # One process refuses its batch, the others learn of it before a weight changes.
-    private, before = Case("plain").private(model), whole(model)
-    batch = own(batch_of("plain", 0, 4, False), [2, 2])
-    if dist.get_rank() == 1:
-        batch["ids"] = [batch["ids"]]
-    found["batch"] = refusal(private.step, batch, losses_of)
-    found["unchanged"] = all(torch.equal(p, before[n]) for n, p in whole(model).items())
-    private.step(own(batch_of("plain", 0, 4, False), [2, 2]), losses_of)
     return found
 
 
 class Choosing(nn.Module):
     """Samples, or random numbers, choose between two sharded layers of one shape."""
 
-    def __init__(self, at_random=False):
+    def __init__(self, way):
         super().__init__()
         self.first, self.left, self.right = (nn.Linear(4, 4) for _ in range(3))
-        self.at_random = at_random
+        self.way = way
 
     def forward(self, x):
-        x = self.first(x)
-        by = torch.rand(()) if self.at_random else 0.5 + x.sum()
-        return self.left(x) if by > 0.5 else self.right(x)
+        y = self.first(x)
+        by = {"torch": torch.rand(()), "python": random.random()}
+        try:
+            return (
+                self.left(y) if by.get(self.way, 0.5 + x.sum()) > 0.5 else self.right(y)
+            )
+        except Exception:
+            if self.way != "catches":
+                raise
+        return y
 
 
 def choices():
-    """Both are refused by all: else layers would be gathered half and half."""
+    """All are refused by all: else layers would be gathered half and half."""
     found = {}
-    for at_random in (False, True):
+    for way in ("sum", "torch", "python", "catches"):
         torch.manual_seed(0)
-        model = Choosing(at_random).double()
+        model = Choosing(way).double()
         for layer in (model.left, model.right, model):
             fully_shard(layer)
         private = make_private(model, "ghost_bk", batch_size=6)
         x = torch.randn(3, 4, dtype=torch.float64).abs() * (1 - 2 * dist.get_rank())
         torch.manual_seed(dist.get_rank())
+        random.seed(dist.get_rank())
         for step in range(6):
             said = refusal(private.step, x, lambda model, x: model(x).sum(1))
             if said != "not refused":
                 break
-        found[at_random] = said
+        found[way] = said
     return found
-
-
-class Late(nn.Linear):
-    """Reads what samples hold from the third step on."""
-
-    reads = False
-
-    def forward(self, x):
-        y = super().forward(x)
-        return y * 2 if self.reads and x.sum() > 0 else y
-
-
-def late_branch():
-    """The other process does not wait for a branch, and is told of it or times out."""
-    model = fully_shard(Late(4, 4).double())
-    private = make_private(model, "ghost_bk", batch_size=6)
-    x = torch.tensor([[1.0], [-1.0]], dtype=torch.float64).expand(2, 4).contiguous()
-    for _ in range(2):
-        private.step(x, lambda model, x: model(x).sum(1))
-    model.reads = True
-    before = whole(model)
-    found = refusal(private.step, x, lambda model, x: model(x).sum(1))
-    return found, all(torch.equal(p, before[n]) for n, p in whole(model).items())
 
 
 def tensor_parallel():
@@ -628,11 +710,11 @@ def jobs(folder: str, processes: int):
             "saved": lambda: saved(folder),
             "mixed": mixed,
             "one record": one_record_moves,
-            "functional": functional,
             "drawn": drawn,
             "refusals": refusals,
             "choices": choices,
-            "late branch": late_branch,
+            "asking": asking,
+            "answers": answers,
             "tensor parallel": tensor_parallel,
             "changed": changed,
             "left out": left_out,
@@ -729,19 +811,6 @@ def test_one_record_moves_the_sum_by_its_bound(two):
         assert all(0.5 < x <= 1 + SLACK for x in found), found
 
 
-def test_clipped_grads(two):
-    first, second = two.of("functional")
-    for (name, step), (sums, norms, losses) in first.items():
-        sizes = [[3, 2], [0, 4], [0, 0]][step]
-        model, batch = model_of(name), batch_of(name, step, sum(sizes), False)
-        grads = oracle(model, batch, losses_of)
-        for key, value in clipped_sum(grads, "flat", BOUND).items():
-            torch.testing.assert_close(sums[key], value, rtol=0, atol=1e-10)
-        of_all = torch.cat([norms, second[name, step][1]])
-        torch.testing.assert_close(of_all, norms_of(grads).to(of_all))
-        assert len(norms) == len(losses) == sizes[0]
-
-
 def test_processes_draw_one_batch(two):
     """Each record in one process, at the rate of one; empty batches are steps too."""
     for (first, size), (second, _) in zip(*two.of("drawn")):
@@ -772,13 +841,9 @@ def test_refused(two):
         "meta": "table.weight is on the meta device",
         "frozen": "requires_grad of blocks.0.norm.weight was set to False",
     }
-    first, second = two.of("refusals")
-    for found in (first, second):
+    for found in two.of("refusals"):
         for name, text in words.items():
             assert found[name].startswith("Refused") and text in found[name]
-        assert found["unchanged"]
-    assert "Process 1 has failed in its forward pass" in first["batch"]
-    assert "Process 1" not in second["batch"]
 
 
 def test_tensor_parallel_is_refused(two):
@@ -797,10 +862,31 @@ def test_layers_that_are_chosen_are_refused(two):
             assert said.startswith("Refused: Processes run different layers"), said
 
 
-def test_what_can_not_be_foreseen_is_refused(two):
-    for said, unchanged in two.of("late branch"):
-        assert said.startswith("Refused: Samples take different branches"), said
-        assert unchanged
+@pytest.mark.parametrize("case", ASKING, ids=str)
+def test_questions_about_data(case, two):
+    """All samples of all processes give one answer, or run one by one."""
+    model, batches = model_of(case.model), [*case.batches()]
+    each = [
+        oracle(model, ids, lambda model, ids: case.loss(model, ids)[None])
+        for ids in batches
+    ]
+    grads = {n: torch.cat([x[n] for x in each]) for n in each[0]}
+    rounds = max(case.sizes)
+    for found, part in zip(two.of("asking"), each):
+        sums, norms, count, calls = found[str(case)]
+        torch.testing.assert_close(norms, norms_of(part), rtol=0, atol=1e-10)
+        for name, value in clipped_sum(grads, "flat", BOUND).items():
+            torch.testing.assert_close(sums[name], value, rtol=0, atol=1e-10)
+        assert count == len(norms)
+        assert calls == (min(rounds, 1) if case.together else 1 + rounds)
+
+
+def test_answers_of_all_kinds(two):
+    """A process without samples is told those of the others, bit by bit."""
+    (first, zeros), (second, others) = two.of("answers")
+    assert first == second and len(first) == 1 + len(KINDS)
+    assert first[torch.float64] == "[-2.5, -0.0, 0.0, 7.0]"
+    assert zeros == ["0.0"] * 2 and others == ["-0.0"] * 2  # one by one
 
 
 def test_settings_of_one_process_are_refused(two):
