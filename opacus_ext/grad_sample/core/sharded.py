@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -174,10 +175,8 @@ class Processes:
             raise
         except Exception as error:
             reason = why(error)
-            try:  # where the others are: they have failed alike, or raise now
+            with suppress(BranchesDiffer):  # if the others have not failed alike
                 self.meet(FAILED)
-            except BranchesDiffer:
-                pass
         finally:
             self.stands_in = self._at_once = False
         self.reset()

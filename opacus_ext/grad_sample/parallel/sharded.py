@@ -38,7 +38,7 @@ class ShardedForward(ForwardRecord):
     def __init__(self, model: Any, inputs: Inputs, call: Any, total: Any = None):
         call = partial(model.processes.forward, call)
         super().__init__(model, inputs, call, total)
-        self._used: set[int] = set()  # outputs that losses use
+        self._unused: set[int] = set()  # outputs that no loss uses
 
     def initialize(self) -> None:
         """
@@ -81,6 +81,8 @@ class ShardedForward(ForwardRecord):
         See :class:`~adapter.forward.ForwardRecord`. A backward pass gathers what has
         computed the outputs that the losses use, which must be the same everywhere.
         """
+        if len(grads) == 1:  # which the loss is known to use
+            return super().add_gradients(total, grads)
         uses = torch.tensor([[g is not None for g in grads]], device="cpu")
         used = self.model.processes.shared(OUTPUTS, uses[: self.size])
         if used is None:
@@ -89,7 +91,7 @@ class ShardedForward(ForwardRecord):
                 "which fully_shard has sharded. No weight was changed.",
                 "Compute the loss from the same outputs in all processes.",
             )
-        self._used = {i for i, uses in zip(self.dims, used.tolist()) if uses == 1}
+        self._unused = {i for i, uses in zip(self.dims, used.tolist()) if uses != 1}
         return super().add_gradients(total, grads)
 
     def _own(
@@ -97,7 +99,7 @@ class ShardedForward(ForwardRecord):
     ) -> tuple[list[T], list[T]]:
         if not is_stand_in(some):
             return super()._own(some, grads)
-        outputs = [y for i, y in some.outputs.items() if i in self._used]
+        outputs = [y for i, y in some.outputs.items() if i not in self._unused]
         return outputs, [torch.zeros_like(y) for y in outputs]
 
 
