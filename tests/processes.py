@@ -78,7 +78,7 @@ def work(
         dist.destroy_process_group()
         for number, (name, job) in enumerate(last.items(), 1):
             save()
-            join(number, LATE if name == "late" else 30)
+            join(number, LATE if name.startswith("late") else 30)
             found[name] = job()
             dist.destroy_process_group()
     except BaseException:

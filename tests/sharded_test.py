@@ -5,9 +5,10 @@ alone by plain autograd.
 """
 
 import functools
-import os
+import math
+import random
 from dataclasses import dataclass
-from typing import Any, List, Optional
+from typing import Any, List, NamedTuple, Optional
 
 import pytest
 import torch
@@ -31,9 +32,9 @@ from torch.utils.checkpoint import checkpoint
 
 from opacus_ext import clipped_grads, per_sample_grads
 from opacus_ext.data import Poisson
+from opacus_ext.grad_sample.core.vmap import is_batched
 from opacus_ext.optimizers import Banded
 from tests.common import clipped_sum, make_private, norms_of, oracle, trainable
-from tests.neighbors.search import SLACK
 from tests.processes import device, refusal, run
 
 MODES = ("ghost", "ghost_bk", "scan", "auto")
@@ -94,38 +95,20 @@ def frozen():
     return model
 
 
-def gpt2():
+def of_transformers(name, **config):
     import transformers
 
-    config = transformers.GPT2Config(
-        **dict(vocab_size=31, n_embd=16, n_layer=2, n_head=2, n_positions=16),
-        **dict(resid_pdrop=0, embd_pdrop=0, attn_pdrop=0),
-        **dict(bos_token_id=0, eos_token_id=0, use_cache=False),
-    )
-    return transformers.GPT2LMHeadModel(config).train()
+    cls = getattr(transformers, name)
+    return cls(cls.config_class(vocab_size=31, use_cache=False, **config)).train()
 
 
-def mixtral():
-    import transformers
-
-    config = transformers.MixtralConfig(
-        **dict(vocab_size=31, hidden_size=16, intermediate_size=24, use_cache=False),
-        **dict(num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1),
-        **dict(num_local_experts=4, num_experts_per_tok=2),
-    )
-    return transformers.MixtralForCausalLM(config).train()
-
-
-def t5():
-    import transformers
-
-    config = transformers.T5Config(
-        **dict(vocab_size=31, d_model=16, d_kv=8, d_ff=24, num_layers=2, num_heads=2),
-        **dict(dropout_rate=0.0, decoder_start_token_id=0, use_cache=False),
-    )
-    return transformers.T5ForConditionalGeneration(config).train()
-
-
+GPT2 = dict(n_embd=16, n_layer=2, n_head=2, n_positions=16, bos_token_id=0)
+GPT2.update(eos_token_id=0, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0)
+MIXTRAL = dict(hidden_size=16, intermediate_size=24, num_hidden_layers=2)
+MIXTRAL.update(num_attention_heads=2, num_key_value_heads=1)
+MIXTRAL.update(num_local_experts=4, num_experts_per_tok=2)
+T5 = dict(d_model=16, d_kv=8, d_ff=24, num_layers=2, num_heads=2)
+T5.update(dropout_rate=0.0, decoder_start_token_id=0)
 MODELS = {
     "plain": Net,
     "branches": lambda: Net("branch"),
@@ -135,9 +118,9 @@ MODELS = {
     "both": lambda: Net("branch", recomputes="reentrant"),
     "computed": lambda: Net(computes=True),
     "frozen": frozen,
-    "gpt2": gpt2,
-    "mixtral": mixtral,
-    "t5": t5,
+    "gpt2": lambda: of_transformers("GPT2LMHeadModel", **GPT2),
+    "mixtral": lambda: of_transformers("MixtralForCausalLM", **MIXTRAL),
+    "t5": lambda: of_transformers("T5ForConditionalGeneration", **T5),
 }
 OF_TRANSFORMERS = ("gpt2", "mixtral", "t5")
 LAYERS = ("Block", "GPT2Block", "MixtralDecoderLayer", "T5Block")
@@ -361,41 +344,99 @@ def mixed():
     return {g.dtype for g in grads.values()}, moved
 
 
-def one_record_moves():
-    """The change of a step by one record more, in bounds."""
-    found = []
-    for case in (Case("branches"), Case("checkpoint", "scan")):
-        sums = []
-        for more in (0, 1):
-            model = sharded(case.model)
-            private, before = case.private(model), whole(model)
-            batch = batch_of(case.model, 1, 5, False)
-            mine = {k: x.split([2, 3])[dist.get_rank()] for k, x in batch.items()}
-            if dist.get_rank() == 1 and not more:
-                mine = {k: x[:-1] for k, x in mine.items()}
-            private.step(mine, losses_of)
-            sums.append({n: (before[n] - p) * 6 for n, p in whole(model).items()})
-        change = [(sums[0][n] - sums[1][n]).norm() for n in sums[0]]
-        found.append(float(torch.stack(change).norm()) / BOUND)
-    return found
+class Asking(NamedTuple):
+    """Losses that ask something of the data; whether samples can run together."""
+
+    asks: str
+    sizes: Any
+    together: bool
+    padded: Any = ()  # numbers of samples, among those of all processes
+    lengths: Any = (6, 6)
+    model: str = "plain"
+
+    def batches(self):
+        given: Any = dict(generator=torch.Generator().manual_seed(0))
+        sizes = zip(self.sizes, self.lengths)
+        batches = [torch.randint(1, 31, size, **given) for size in sizes]
+        rows = [row for ids in batches for row in ids]
+        for i in self.padded:
+            rows[i][-2:] = 0
+        return batches
+
+    def loss(self, model, ids):
+        sign, mask = 1.0, None
+        if self.asks == "padding" and (ids == 0).any():
+            mask = (ids != 0).double()
+        elif self.asks == "mask":
+            ids = ids[:, (ids != 0)[0]]
+        elif self.asks == "tokens":  # one after the other
+            tokens = enumerate(ids[0])
+            ids = ids[:, : next((t for t, token in tokens if token == 0), None)]
+        elif self.asks == "bits":
+            sign = math.copysign(1, (0.0 * (ids[0, 0] - 14.5)).item())
+        elif self.asks == "generator":  # what vmap can't run
+            generator = torch.Generator().manual_seed(3)
+            mask = torch.rand(ids.shape, generator=generator).double()
+        elif self.asks == "process" and dist.is_initialized() and is_batched(ids):
+            if dist.get_rank():
+                raise ValueError("of mine")
+        logits = model(ids, mask) * sign
+        return logits.logsumexp(-1).mean() + logits[..., 3].square().mean()
 
 
-def functional():
-    """``clipped_grads`` of a sharded model, with branches, and one by one."""
+ASKING = [
+    Asking("padding", (3, 3), True),
+    Asking("padding", (4, 1), True),
+    Asking("padding", (3, 0), True),
+    Asking("padding", (0, 2), True, (0, 1)),
+    Asking("padding", (0, 0), True),
+    Asking("padding", (3, 3), True, (), (5, 7)),
+    Asking("padding", (3, 3), False, (0, 1, 2)),
+    Asking("padding", (4, 2), False, (1,)),
+    Asking("padding", (3, 0), False, (0,)),
+    Asking("mask", (3, 0), True),
+    Asking("mask", (3, 2), False, (), (5, 7)),
+    Asking("mask", (1, 4), False, (2,), (5, 7)),
+    Asking("tokens", (2, 3), True),
+    Asking("tokens", (2, 3), False, (), (5, 7)),
+    Asking("bits", (2, 2), False),
+    Asking("generator", (2, 1), False),
+    Asking("process", (2, 3), False),
+    Asking("padding", (0, 4), False, (), (6, 6), "item"),
+    Asking("padding", (3, 2), False, (), (6, 6), "checkpoint"),
+]
+
+
+def asking():
+    """Clipped sums, and in how many calls of the loss."""
     found = {}
-    for name in ("plain", "branches", "checkpoint"):
-        model = sharded(name)
-        for step, sizes in enumerate([[3, 2], [0, 4], [0, 0]]):
-            ids = batch_of(name, step, sum(sizes), False)["ids"]
-            got = clipped_grads(
-                lambda ids: losses_of(model, {"ids": ids})[0],
-                model,
-                ids.split(sizes)[dist.get_rank()],
-                BOUND,
-            )
-            sums = {n: x.full_tensor() for n, x in got.sums.items()}
-            found[name, step] = sums, got.norms, got.losses
+    for case in ASKING:
+        model, calls = sharded(case.model), []
+
+        def loss(ids):
+            calls.append(ids)
+            return case.loss(model, ids)
+
+        got = clipped_grads(loss, model, case.batches()[dist.get_rank()], BOUND)
+        sums = {n: x.full_tensor() for n, x in got.sums.items()}
+        found[str(case)] = sums, got.norms, len(got.losses), len(calls)
     return found
+
+
+def answers():
+    """What a loss is told where only process 0 has samples."""
+    model, told = fully_shard(nn.Linear(4, 1).double()), {}
+    x = torch.tensor([[-2.5, -0.0, 0.0, 7.0]]).double()
+    kinds = "bool uint8 int64 float16 bfloat16 float32 float64 complex64 complex128"
+
+    def loss(x):
+        for kind in kinds.split():
+            told[kind] = repr(x.to(getattr(torch, kind))[0].tolist())
+        told["none"] = x[0, :0].tolist()
+        return model(x).sum()
+
+    clipped_grads(loss, model, x.expand(3 * (dist.get_rank() == 0), 4), 1.0)
+    return told
 
 
 def drawn():
@@ -485,71 +526,54 @@ def refusals():
     later.blocks[0].requires_grad_(False)
     batch = own(batch_of("plain", 0, 4, False), [2, 2])
     found["frozen"] = refusal(private.step, batch, losses_of)
-    # One process refuses its batch, the others learn of it before a weight changes.
-    private, before = Case("plain").private(model), whole(model)
-    batch = own(batch_of("plain", 0, 4, False), [2, 2])
-    if dist.get_rank() == 1:
-        batch["ids"] = [batch["ids"]]
-    found["batch"] = refusal(private.step, batch, losses_of)
-    found["unchanged"] = all(torch.equal(p, before[n]) for n, p in whole(model).items())
-    private.step(own(batch_of("plain", 0, 4, False), [2, 2]), losses_of)
     return found
 
 
 class Choosing(nn.Module):
     """Samples, or random numbers, choose between two sharded layers of one shape."""
 
-    def __init__(self, at_random=False):
+    def __init__(self, way):
         super().__init__()
         self.first, self.left, self.right = (nn.Linear(4, 4) for _ in range(3))
-        self.at_random = at_random
+        self.way = way
 
     def forward(self, x):
-        x = self.first(x)
-        by = torch.rand(()) if self.at_random else 0.5 + x.sum()
-        return self.left(x) if by > 0.5 else self.right(x)
+        y = self.first(x)
+        if self.way == "outputs":
+            return self.left(y), self.right(y)
+        by = {"torch": torch.rand(()), "python": random.random()}
+        by = by.get(self.way, 0.5 + x.sum())
+        try:
+            return self.left(y) if by > 0.5 else self.right(y)
+        except Exception:
+            if self.way != "catches":
+                raise
+        return y
 
 
 def choices():
-    """Both are refused by all: else layers would be gathered half and half."""
+    """All are refused by all: else layers would be gathered half and half."""
     found = {}
-    for at_random in (False, True):
+
+    def losses(model, x):
+        y = model(x)
+        return (y[dist.get_rank()] if isinstance(y, tuple) else y).sum(1)
+
+    for way in ("sum", "torch", "python", "catches", "outputs"):
         torch.manual_seed(0)
-        model = Choosing(at_random).double()
+        model = Choosing(way).double()
         for layer in (model.left, model.right, model):
             fully_shard(layer)
         private = make_private(model, "ghost_bk", batch_size=6)
         x = torch.randn(3, 4, dtype=torch.float64).abs() * (1 - 2 * dist.get_rank())
         torch.manual_seed(dist.get_rank())
+        random.seed(dist.get_rank())
         for step in range(6):
-            said = refusal(private.step, x, lambda model, x: model(x).sum(1))
+            said = refusal(private.step, x, losses)
             if said != "not refused":
                 break
-        found[at_random] = said
+        found[way] = said
     return found
-
-
-class Late(nn.Linear):
-    """Reads what samples hold from the third step on."""
-
-    reads = False
-
-    def forward(self, x):
-        y = super().forward(x)
-        return y * 2 if self.reads and x.sum() > 0 else y
-
-
-def late_branch():
-    """The other process does not wait for a branch, and is told of it or times out."""
-    model = fully_shard(Late(4, 4).double())
-    private = make_private(model, "ghost_bk", batch_size=6)
-    x = torch.tensor([[1.0], [-1.0]], dtype=torch.float64).expand(2, 4).contiguous()
-    for _ in range(2):
-        private.step(x, lambda model, x: model(x).sum(1))
-    model.reads = True
-    before = whole(model)
-    found = refusal(private.step, x, lambda model, x: model(x).sum(1))
-    return found, all(torch.equal(p, before[n]) for n, p in whole(model).items())
 
 
 def tensor_parallel():
@@ -598,27 +622,6 @@ def changed():
     return found, whole(model)
 
 
-def killed():
-    """A process dies between forward and backward."""
-    model = sharded("plain")
-    private = Case("plain").private(model, noise_multiplier=1.0)
-    private.step(own(batch_of("plain", 0, 4, False), [2, 2]), losses_of)
-    local = {n: p.to_local().clone() for n, p in model.named_parameters()}
-    private.optimizer.zero_grad()
-    losses = losses_of(private.module, own(batch_of("plain", 1, 4, False), [2, 2]))
-    if dist.get_rank() == 1:
-        os._exit(1)
-
-    def rest():
-        private.criterion(losses, None).backward()
-        private.optimizer.step()
-
-    found = refusal(rest)
-    now = {n: p.to_local() for n, p in model.named_parameters()}
-    steps = sum(steps for _, _, steps in private.engine.accountant.history)
-    return found, all(torch.equal(p, local[n]) for n, p in now.items()), steps
-
-
 def jobs(folder: str, processes: int):
     cases = {2: TWO, 3: THREE, 4: []}[processes]
     found = {str(case): lambda case=case: train(case) for case in cases}
@@ -627,12 +630,11 @@ def jobs(folder: str, processes: int):
             "noise": noise,
             "saved": lambda: saved(folder),
             "mixed": mixed,
-            "one record": one_record_moves,
-            "functional": functional,
             "drawn": drawn,
             "refusals": refusals,
             "choices": choices,
-            "late branch": late_branch,
+            "asking": asking,
+            "answers": answers,
             "tensor parallel": tensor_parallel,
             "changed": changed,
             "left out": left_out,
@@ -648,16 +650,16 @@ def start(tmp_path_factory):
     """Runs a group of so many processes, all with one folder."""
     folder = str(tmp_path_factory.mktemp("shared"))
 
-    def start(size, **kwargs):
+    def start(size):
         own = str(tmp_path_factory.mktemp(f"of{size}"))
-        return run(size, own, functools.partial(jobs, folder), **kwargs)
+        return run(size, own, functools.partial(jobs, folder))
 
     return start
 
 
 @pytest.fixture(scope="module")
 def two(start):
-    return start(2, last={"killed": killed})
+    return start(2)
 
 
 @pytest.fixture(scope="module")
@@ -724,24 +726,6 @@ def test_mixed_precision(two):
         assert 0 < float(norm) <= 6 * BOUND * 1.001
 
 
-def test_one_record_moves_the_sum_by_its_bound(two):
-    for found in two.of("one record"):
-        assert all(0.5 < x <= 1 + SLACK for x in found), found
-
-
-def test_clipped_grads(two):
-    first, second = two.of("functional")
-    for (name, step), (sums, norms, losses) in first.items():
-        sizes = [[3, 2], [0, 4], [0, 0]][step]
-        model, batch = model_of(name), batch_of(name, step, sum(sizes), False)
-        grads = oracle(model, batch, losses_of)
-        for key, value in clipped_sum(grads, "flat", BOUND).items():
-            torch.testing.assert_close(sums[key], value, rtol=0, atol=1e-10)
-        of_all = torch.cat([norms, second[name, step][1]])
-        torch.testing.assert_close(of_all, norms_of(grads).to(of_all))
-        assert len(norms) == len(losses) == sizes[0]
-
-
 def test_processes_draw_one_batch(two):
     """Each record in one process, at the rate of one; empty batches are steps too."""
     for (first, size), (second, _) in zip(*two.of("drawn")):
@@ -772,13 +756,9 @@ def test_refused(two):
         "meta": "table.weight is on the meta device",
         "frozen": "requires_grad of blocks.0.norm.weight was set to False",
     }
-    first, second = two.of("refusals")
-    for found in (first, second):
+    for found in two.of("refusals"):
         for name, text in words.items():
             assert found[name].startswith("Refused") and text in found[name]
-        assert found["unchanged"]
-    assert "Process 1 has failed in its forward pass" in first["batch"]
-    assert "Process 1" not in second["batch"]
 
 
 def test_tensor_parallel_is_refused(two):
@@ -793,14 +773,35 @@ def test_tensor_parallel_is_refused(two):
 
 def test_layers_that_are_chosen_are_refused(two):
     for found in two.of("choices"):
+        assert "compute their losses from different outputs" in found.pop("outputs")
         for said in found.values():
             assert said.startswith("Refused: Processes run different layers"), said
 
 
-def test_what_can_not_be_foreseen_is_refused(two):
-    for said, unchanged in two.of("late branch"):
-        assert said.startswith("Refused: Samples take different branches"), said
-        assert unchanged
+@pytest.mark.parametrize("case", ASKING, ids=str)
+def test_questions_about_data(case, two):
+    """All samples of all processes give one answer, or run one by one."""
+    model = model_of(case.model)
+    each = [
+        oracle(model, ids, lambda model, ids: case.loss(model, ids)[None])
+        for ids in case.batches()
+    ]
+    grads = {n: torch.cat([x[n] for x in each]) for n in each[0]}
+    rounds = max(case.sizes)
+    for found, part in zip(two.of("asking"), each):
+        sums, norms, count, calls = found[str(case)]
+        torch.testing.assert_close(norms, norms_of(part), rtol=0, atol=1e-10)
+        for name, value in clipped_sum(grads, "flat", BOUND).items():
+            torch.testing.assert_close(sums[name], value, rtol=0, atol=1e-10)
+        assert count == len(norms)
+        assert calls == (min(rounds, 1) if case.together else 1 + rounds)
+
+
+def test_answers_of_all_kinds(two):
+    """A process without samples is told those of the others, bit by bit."""
+    first, second = two.of("answers")
+    assert first == second and len(first) == 10
+    assert first["float64"] == "[-2.5, -0.0, 0.0, 7.0]"
 
 
 def test_settings_of_one_process_are_refused(two):
@@ -818,8 +819,3 @@ def test_batch_that_one_process_leaves_out(two):
         assert all("of different draws" in x for x in found[None][1:]), found
         for said in found.values():
             assert [x == "not refused" for x in said] == [True, False, False], said
-
-
-def test_killed_process(two):
-    text, unchanged, steps = two.found[0]["killed"]
-    assert text != "not refused" and unchanged and steps == 1

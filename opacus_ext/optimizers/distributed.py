@@ -127,9 +127,10 @@ class _Distributed(Base):
     def step(self, closure: Optional[Any] = None) -> Optional[float]:
         """See ``DPOptimizer``; drops weights that FSDP2 gathered before the step."""
         found = super().step(closure)
-        rounds = getattr(getattr(self.mode, "private", None), "rounds", None)
-        if rounds is not None:
-            rounds.reshard()
+        private = getattr(self.mode, "private", None)
+        processes = getattr(private, "processes", None)
+        if processes is not None:
+            processes.reshard()
         return found
 
     def _draws_noise(self) -> bool:

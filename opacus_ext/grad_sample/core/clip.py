@@ -427,10 +427,15 @@ class ClippedSum:
         Adds the gradients of a group, and returns those of the inputs.
 
         Args:
-            rows: indices of its samples in the batch ``[size]``; None for all
+            rows: indices of its samples in the batch ``[size]``; None for all. A sample
+                that only stands in, as other processes have more, has -1
             group: the group that has run
             given: see :func:`~gradients.gradients_of_group`
         """
+        if rows is not None and int(rows[0]) < 0:
+            _, of_inputs = gradients_of_group(group, *given)
+            self.add_nothing()
+            return of_inputs
         if self.passes == 2:
             return add_in_two_passes(self, rows, group, *given)
         samples, of_inputs = gradients_of_group(group, *given)
@@ -530,7 +535,13 @@ class ClippedSum:
 
     @torch.no_grad()
     def add_one(self, row: int, by_id: dict[int, T]) -> None:
-        """Adds the gradient of one sample, given by the ids of the parameters."""
+        """
+        Adds the gradient of one sample, given by the ids of the parameters. The row of
+        a sample that only stands in is -1.
+        """
+        if row < 0:
+            self.add_nothing()
+            return
         used = [i for i, p in enumerate(self.params) if id(p) in by_id]
         self.reached |= bool(used)
         dense = [upcast(by_id[id(self.params[i])]) for i in used]

@@ -24,7 +24,6 @@ from opacus_ext.grad_sample.core.clip import (
 )
 from opacus_ext.grad_sample.core.gradients import (
     gradients_alone,
-    gradients_of_group,
     no_autocast,
     refuse_hooks,
     unchanged,
@@ -38,10 +37,9 @@ from opacus_ext.grad_sample.core.groups import (
     warn_one_by_one,
 )
 from opacus_ext.grad_sample.core.sharded import (
-    Rounds,
+    Processes,
+    ShardedGroup,
     Shards,
-    in_rounds,
-    is_of_nobody,
     refuse_tensor_parallel,
     sharded_sum,
 )
@@ -202,7 +200,7 @@ def clipped_grads(
     run = _Losses(loss, trained, total)
     if shards is not None:
         total = sharded_sum(shards.gathered, shards.own, *given[1:])
-        run = _ShardedLosses(loss, trained, total, shards.rounds)
+        run = _ShardedLosses(shards.processes, loss, trained, total)
     losses, aux = run.compute(samples, microbatch)
     if shards is None:  # other processes may have reached some
         refuse_no_graph(total, size)
@@ -364,19 +362,13 @@ class _Losses:
         self._groups.append((rows, [x.detach() for x in found], spec))
 
 
-class _ShardedGroup(SampleGroup):
-    frees_parameters = True
-
-
 class _ShardedLosses(_Losses):
     """The losses of one call in one of several processes, which have shards."""
 
-    group = _ShardedGroup
-    total: ClippedSum
-
-    def __init__(self, loss: Loss, params: dict[str, T], total: Any, rounds: Rounds):
-        super().__init__(loss, params, total)
-        self.rounds, self.read_data = rounds, False
+    def __init__(self, processes: Processes, *given: Any):
+        super().__init__(*given)
+        self.processes = processes
+        self.group = partial(ShardedGroup, processes)
 
     def run(self, samples: list[Samples], **way: Any) -> None:
         """Runs all samples in rounds of all processes."""
@@ -387,38 +379,12 @@ class _ShardedLosses(_Losses):
                 parameter="microbatch",
                 remedy="Leave it out; tensors [0, ...] are a batch without samples.",
             )
-        with self.rounds.telling("forward pass"):
-            reads = self._reads
-            if not in_rounds(
-                self.rounds, samples, self.at_once, self.one, reads=reads, **way
-            ):
-                self.rounds.reset()
+        self.loss = partial(self.processes.forward, self.loss)
+        self.processes.run(samples, self.at_once, self.one, **way)
 
-    def _reads(self) -> bool:
-        return self.read_data
-
-    def add_group(self, samples: Samples, group: SampleGroup, losses: T) -> None:
-        """Adds the gradients of a group, if it has samples of this process."""
-        self.read_data |= group.read_data
-        self.rounds.finish(self.read_data)
-        if not is_of_nobody(samples):
-            super().add_group(samples, group, losses)
-            return
-        gradients_of_group(group, [losses], [torch.zeros_like(losses)], self.params)
-        self.total.add_nothing()
-
-    def add_one(self, row: T, loss: T) -> None:
-        """Adds the gradient of one sample, if it is one of this process."""
-        self.rounds.finish(True)
-        if row.numel():
-            super().add_one(row, loss)
-            return
-        gradients_alone([loss], [torch.zeros_like(loss)], self.params)
-        self.total.add_nothing()
-
-    def _keep(self, rows: T | None, found: list[T], spec: Any) -> None:
-        if rows is None or rows.numel():
-            super()._keep(rows, found, spec)
+    def _keep(self, rows: T | None, *given: Any) -> None:
+        if rows is None or int(rows[0]) >= 0:
+            super()._keep(rows, *given)
 
 
 _shards: WeakIdKeyDictionary = WeakIdKeyDictionary()

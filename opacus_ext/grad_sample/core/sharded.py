@@ -1,22 +1,28 @@
-"""What processes with shards of a model have in common: passes, and clipped sums.
+"""What processes with shards of a model have in common: questions, and clipped sums.
 
 Each process has samples of its own, and gathers whole parameters while a layer
 computes. So norms are those of one process, and the clipped sums are reduced into the
 shards, some parameters after the others.
 
-Gathering is collective: all processes must run as many forward and backward passes, and
-in each the same layers. Where samples branch on data, or run one by one, processes
-differ, so passes are taken in *rounds*. A pass that fails in one process ends in the
-others at the next layer that gathers.
+Gathering is collective: all processes must run the same layers in the same order. They
+run one program, so they stay in step until it asks something of the data. A question is
+asked of the samples of all processes: if these have one answer, all go on alike. If
+not, all raise at this point and take their samples one by one, in as many rounds as the
+process with the most samples. An op that vmap can't run is one in all processes, which
+therefore raise alike as well. What is no such program (random numbers of Python, code
+that goes by the shape of a batch, samples alone that branch) is noticed at the next
+layer that gathers, where processes meet.
+
+An error in one process ends in the timeout of the others, as with plain FSDP2.
 """
 
 from __future__ import annotations
 
 import zlib
-from collections import deque
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
-from typing import Any, Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,185 +31,178 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Partial, Shard
 
 from opacus_ext.grad_sample.core.clip import ClippedSum
-from opacus_ext.grad_sample.core.group import BranchesDiffer
+from opacus_ext.grad_sample.core.group import BranchesDiffer, SampleGroup
 from opacus_ext.grad_sample.core.groups import Samples, put_back, why, written
-from opacus_ext.refused import (
-    STAGES,
-    ProcessFailure,
-    Refused,
-    failed_elsewhere,
-    waited_in_vain,
-)
+from opacus_ext.grad_sample.core.values import as_bits
+from opacus_ext.grad_sample.core.vmap import is_batched
+from opacus_ext.refused import Refused, waited_in_vain
 
 T = torch.Tensor
 
-# What a process says when all meet: bits of a number, of which each is told the union.
-MORE, ALONE, READS, FAILED = 1, 2, 4, 8
-_BACKWARD, _WITHOUT_MODEL = -1, -2  # places where a backward pass begins
-_OUTPUTS = 1024  # that a model may have in one process, and not in another
-
-
+# Places of a program where processes meet. Layers that gather are numbered from zero.
+BEGIN, ALONE, FAILED, END, BACKWARD, WITHOUT_MODEL, OUTPUTS = range(-7, 0)
+_QUESTION = 2**32  # and the checksum of the form that answers have
+_LOWEST = torch.iinfo(torch.int64).min
 _BUCKET = 25 * 2**20  # bytes that are summed together
 
 
-class FailedElsewhere(BaseException):
-    """Raised in a pass that has failed in another process; no code should catch it."""
-
-
-class Rounds:
+class Processes:
     """
-    Passes that all processes take together.
+    The processes that hold shards of one model, as one of them sees them.
 
     Args:
         units: the modules that gather their parameters, the root first
-
-    Attributes:
-        watching: True if a pass may fail in one process, so that the others must know
     """
 
     def __init__(self, units: Sequence[FSDPModule]):
-        self.units, self.watching, self._inside = units, True, False
-        self._tell = False  # True while the others wait for what this process says
-        self._order: list[int] = []  # numbers of the units of the last forward pass
-        self._follows = False  # True while a forward pass runs
-        self._begun = False  # True once a unit has run
+        self.units = units
+        self.stands_in = False  # True while zeros run, as this process has no samples
+        self._at_once = False  # True while samples run together
+        self._inside = False  # True within a forward pass
+        self._gathers = False  # True once a unit has run
+        self._apart = False  # True once processes met at different places
         self._group = None
-        if "gloo" not in dist.get_backend():  # as no device should wait for a number
+        if "gloo" not in dist.get_backend():  # reading a number must wait for no GPU
             world: Any = dist.group.WORLD
-            own = world._get_backend(next(units[0].parameters()).device).options
-            self._group = dist.new_group(backend="gloo", timeout=own._timeout)
+            options = world._get_backend(next(units[0].parameters()).device).options
+            self._group = dist.new_group(backend="gloo", timeout=options._timeout)
         self.handles = [
             unit.register_forward_pre_hook(partial(self._before_unit, i), prepend=True)
             for i, unit in enumerate(units)
         ]
 
-    def meet(self, flags: int, place: int = 0, stage: int = 0) -> int:
-        """
-        Returns the union of what all processes say. Refuses if they are at different
-        places, which are numbers. A process that has failed says at which stage.
-        """
-        who = dist.get_rank() * len(STAGES) + stage if flags & FAILED else -1
-        bits = torch.tensor([*(flags >> i & 1 for i in range(4)), place, -place, who])
-        try:
-            dist.all_reduce(bits, dist.ReduceOp.MAX, group=self._group)
-        except RuntimeError as error:
-            self._tell = False
-            raise waited_in_vain(dist.get_rank(), error) from error
-        *found, most, least, who = bits.tolist()
-        said = sum(x << i for i, x in enumerate(found))
-        if most != -least and not said & FAILED:
-            self._tell = self._inside = False
-            self.reset()
-            raise Refused(
-                "Processes run different layers that fully_shard has sharded, or in "
-                "another order, by what their samples hold or by random numbers. No "
-                "weight was changed.",
-                remedy="Leave fully_shard out for layers that are not always run, so "
-                "that they belong to the layer around them.",
-            )
-        if said & FAILED and not self._inside:
-            self._tell = False
-            raise failed_elsewhere(*divmod(who, len(STAGES)))
-        return said
+    # -- meetings ----------------------------------------------------------------------
 
-    @contextmanager
-    def telling(self, stage: str) -> Iterator[None]:
-        """Tells the others of an error, where they wait for this process."""
-        outer, self._tell = self._tell, True
+    def meet(self, place: int, number: int = 0, other: int = 0) -> tuple[int, int]:
+        """
+        Waits for all processes, and returns the largest of their numbers. If they are
+        at different places, all raise: BranchesDiffer while samples run together, as
+        samples one by one may still agree; otherwise an error.
+        """
+        numbers = torch.tensor([place, -place, number, other], device="cpu")
+        most, least, number, other = self._largest(numbers).tolist()
+        if most != -least:
+            self._refuse_apart()
+        return number, other
+
+    def _refuse_apart(self) -> None:
+        self._apart = True
+        if self._at_once:
+            raise BranchesDiffer(torch.zeros(0))
+        self.reset()
+        raise Refused(
+            "Processes run different layers that fully_shard has sharded, or in "
+            "another order: by what their samples hold, by random numbers, or as one "
+            "of them has failed before. No weight was changed.",
+            remedy="Leave fully_shard out for layers that are not always run, so that "
+            "they belong to the layer around them.",
+        )
+
+    def shared(self, place: int, rows: T) -> T | None:
+        """
+        Returns the row that all processes share; None if rows differ. A process without
+        rows, or with shorter ones, goes by the others.
+
+        Args:
+            place: see :meth:`meet`
+            rows: integers ``[rows, n]``
+        """
+        width, _ = self.meet(place, rows.shape[1])
+        # -x - 1 orders integers the other way round, and can't overflow as -x can.
+        ends = torch.full((2, width), _LOWEST, device="cpu")
+        if rows.numel():
+            rows = rows.long()
+            ends[:, : rows.shape[1]] = torch.stack([rows.amax(0), (-1 - rows).amax(0)])
+        most, least = self._largest(ends) if width else ends
+        return None if bool((most > -1 - least).any()) else most
+
+    def _largest(self, numbers: T) -> T:
         try:
-            yield
-        except Exception as error:
-            if self._tell:
-                with suppress(ProcessFailure):
-                    self.meet(FAILED, stage=STAGES.index(stage))
-                self.reset()
-            elif not isinstance(error, ProcessFailure):
-                if isinstance(error, dist.DistError) or "gloo" in str(error):
-                    raise waited_in_vain(dist.get_rank(), error) from error
+            dist.all_reduce(numbers, dist.ReduceOp.MAX, group=self._group)
+        except RuntimeError as error:
+            raise waited_in_vain(dist.get_rank(), error) from error
+        return numbers
+
+    # -- passes ------------------------------------------------------------------------
+
+    def run(
+        self,
+        samples: Sequence[Samples],
+        at_once: Callable[[Samples], None],
+        one: Callable[[Samples, int], None],
+        *,
+        one_by_one: bool,
+        warn: Callable[[str], None],
+    ) -> int:
+        """
+        Runs all samples as :func:`~groups.in_groups`, in as many rounds as the process
+        with the most kinds of samples needs; returns their number. Where this process
+        has no more samples, it runs one of zeros, which adds nothing.
+        """
+        self.reshard()
+        zeros = _stand_in(samples[0])
+        kinds = [some for some in samples if some.size]
+        count, alone = self.meet(BEGIN, len(kinds), one_by_one)
+        try:
+            for some in kinds + [zeros] * (count - len(kinds)):
+                reason = "" if alone else self._try(some, at_once)
+                if reason is None:
+                    continue
+                size = 0 if some is zeros else some.size
+                rounds, _ = self.meet(ALONE, size)
+                for i in range(size):
+                    one(some, i)
+                for _ in range(size, rounds):
+                    one(zeros, 0)
+                if reason:
+                    warn(reason)
+        except BaseException:
+            self.reset()
             raise
+        return count
+
+    def _try(self, some: Samples, at_once: Callable[[Samples], None]) -> str | None:
+        """Runs samples together; returns why they can't, or None."""
+        before, reason = written(some), ""
+        self.stands_in, self._at_once = is_stand_in(some), True
+        try:
+            at_once(some)
+            return None
+        except BranchesDiffer:  # in all processes
+            pass
+        except Refused:
+            raise
+        except Exception as error:
+            reason = why(error)
+            with suppress(BranchesDiffer):  # if the others have not failed alike
+                self.meet(FAILED)
         finally:
-            self._tell = self._tell and outer  # unless the others know, or go on
+            self.stands_in = self._at_once = False
+        self.reset()
+        put_back(before)
+        return reason
+
+    def forward(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Runs one forward pass, in which all processes gather the same units."""
+        self._inside, self._apart = True, False
+        try:
+            result = function(*args)
+        finally:
+            self._inside = False
+        if self._apart:  # and the code has caught the error
+            self._refuse_apart()
+        self.meet(END)
+        return result
 
     def _before_unit(self, number: int, *args: Any) -> None:
-        self._begun = True
-        if self._follows:
-            self._order.append(number)
-        if self._inside and self.watching and self.meet(0, 1 + number) & FAILED:
-            raise FailedElsewhere
-
-    @property
-    def order(self) -> int:
-        """A number that is another one if the units of the last pass are others."""
-        return zlib.crc32(repr(self._order).encode())
-
-    def run(self, function: Callable[[], Any], reads: Callable[[], bool]) -> Any:
-        """
-        Runs one pass. ``reads`` tells whether it has read values of the data, after
-        which processes may differ; where none does, later passes need not be watched.
-        """
-        tell, self._tell, self._inside = self._tell, False, self.watching
-        self._order, self._follows = [], True
-        try:
-            found = function()
-            self.finish(reads())
-        except FailedElsewhere:
-            self.reset()
-            self._tell = tell
-            raise
-        except BaseException:
-            if self._inside:
-                self.meet(FAILED)
-                self._tell = tell
-            self.reset()
-            raise
-        finally:
-            self._inside = self._follows = False
-        self._tell = tell
-        return found
-
-    def begin_backward(self, through: bool) -> None:
-        """
-        Waits until all processes have a loss, which depends on the model or, in all
-        alike, not; later errors are not told.
-        """
-        self.meet(0, _BACKWARD if through else _WITHOUT_MODEL)
-        self._tell = False
-
-    def used(self, own: Sequence[bool], samples: int) -> list[bool]:
-        """
-        Returns which outputs of the model the losses use: a backward pass gathers what
-        has computed these. A process without samples goes by the others.
-        """
-        kept = torch.zeros(2, max(len(own), _OUTPUTS), dtype=torch.uint8)
-        if samples:
-            kept[:, : len(own)] = torch.tensor([[*own], [not x for x in own]])
-        try:
-            dist.all_reduce(kept, dist.ReduceOp.MAX, group=self._group)
-        except RuntimeError as error:
-            raise waited_in_vain(dist.get_rank(), error) from error
-        if bool((kept[0] & kept[1]).any()):
-            self.reset()
-            raise Refused(
-                "Processes compute their losses from different outputs of a model that "
-                "fully_shard has sharded. No weight was changed.",
-                remedy="Compute the loss from the same outputs in all processes.",
-            )
-        return kept[0, : len(own)].bool().tolist()
-
-    def finish(self, reads: bool) -> None:
-        """Ends the forward pass, unless it has failed in another process."""
-        self._follows = False
         if self._inside:
-            said = self.meet(READS if reads else 0, 1 + len(self.units))
-            self._inside = False
-            if said & FAILED:
-                raise FailedElsewhere
-            self.watching = bool(said & READS)
+            self.meet(number)
+        self._gathers = True
 
     def reset(self) -> None:
-        """Frees what a pass that failed has gathered, in all processes alike."""
-        self.watching, root, self._order = True, self.units[0], []
-        if self._begun and hasattr(root, "reset_iter_state"):  # torch 2.13
+        """Frees what a pass that failed has gathered."""
+        root = self.units[0]
+        if self._gathers and hasattr(root, "reset_iter_state"):  # torch 2.13
             root.reset_iter_state()
         self.reshard()
 
@@ -216,77 +215,42 @@ class Rounds:
             unit.reshard()
 
 
-def in_rounds(
-    rounds: Rounds,
-    samples: Sequence[Samples],
-    at_once: Callable[[Samples], None],
-    one: Callable[[Samples, int], None],
-    *,
-    one_by_one: bool,
-    reads: Callable[[], bool],
-    warn: Callable[[str], None],
-) -> int:
-    """
-    Runs all samples as :func:`~groups.in_groups`, in as many rounds as the process with
-    the most needs; returns their number. In rounds for which this process has no
-    samples left, it runs one of zeros whose ``rows`` are empty.
+class ShardedGroup(SampleGroup):
+    """Samples of one process that run together, and answer with those of the others."""
 
-    Args:
-        rounds: of all processes
-        reads: tells whether a group has read values of the data
-    """
-    todo, ran = deque(some for some in samples if some.size), 0
-    rounds.reshard()
-    while True:
-        said = rounds.meet(
-            MORE * bool(todo) | ALONE * one_by_one, rounds.order if ran else 0
-        )
-        if not said & MORE:
-            return ran
-        ran, alone = ran + 1, bool(said & ALONE)
-        if alone and todo and todo[0].size > 1:
-            some = todo.popleft()
-            every = torch.arange(some.size)
-            todo.extendleft(some.select(i) for i in every.flip(0).split(1))
-        some = todo.popleft() if todo else _of_nobody(samples[0])
-        run = partial(one, some, 0) if alone else partial(at_once, some)
-        watched = rounds.watching
-        before = written(some) if watched else []
-        try:
-            rounds.run(run, reads)
-            continue
-        except FailedElsewhere:
-            left = [some]
-        except BranchesDiffer as differ:
-            if not watched:
-                raise Refused(
-                    "Samples take different branches, by what they hold, in a model "
-                    "that read nothing of them before: the other processes did not "
-                    "wait for that. No weight was changed.",
-                    remedy='Train with grad_sample_mode="scan", or change the branch '
-                    "into torch.where.",
-                ) from differ
-            left = differ.parts(some)
-        except Refused:
-            raise
-        except Exception as error:
-            if alone or not watched:  # the others are not told
-                raise
-            left, one_by_one = [some], True
-            warn(why(error))
-        put_back(before)
-        todo.extendleft(x for x in left if not is_of_nobody(x))
+    frees_parameters = True
+
+    def __init__(self, processes: Processes, *given: Any):
+        super().__init__(*given)
+        self.processes = processes
+
+    def agree(self, x: T) -> T:
+        """Returns the value that the samples of all processes share."""
+        if not is_batched(x):
+            return x
+        self.read_data = True
+        with self.outside():
+            values = self.level.unwrap(x).detach()
+            bits = as_bits(values.reshape(self.size, -1)).flatten(1)
+            form = zlib.crc32(repr((values.dtype, values.shape[1:])).encode())
+            rows = bits[:0] if self.processes.stands_in else bits
+            answer = self.processes.shared(_QUESTION + form, rows)
+            if answer is None:
+                raise BranchesDiffer(torch.zeros(0))
+            answer = answer.to(bits).view(values.dtype)
+            return answer.view(values.shape[1:])
 
 
-def is_of_nobody(some: Any) -> bool:
-    """Returns True for a sample of zeros, which runs as other processes have more."""
-    return some.rows is not None and not some.rows.numel()
-
-
-def _of_nobody(form: Samples) -> Samples:
+def _stand_in(form: Samples) -> Samples:
+    """Makes a sample of zeros for a process that has none. Its row is -1."""
     pairs = zip(form.leaves, form.by_sample)
-    leaves = [x.new_zeros(1, *x.shape[1:]) if own else x for x, own in pairs]
-    return form._replace(leaves=leaves, size=1, rows=torch.arange(0))
+    leaves = [x.new_zeros(1, *x.shape[1:]) if cut else x for x, cut in pairs]
+    return form._replace(leaves=leaves, size=1, rows=torch.tensor([-1]))
+
+
+def is_stand_in(some: Any) -> bool:
+    """Returns True for a sample of zeros that runs as other processes have more."""
+    return some.rows is not None and bool((some.rows < 0).any())
 
 
 class Shards:
@@ -297,7 +261,7 @@ class Shards:
         gathered: all parameters by name, as they are gathered; see :func:`gathered`
         shards: all parameters by name, as each process holds them
         own: the shards that are trained, by name
-        rounds: the passes of all processes
+        processes: that hold the shards
     """
 
     def __init__(self, module: nn.Module):
@@ -308,7 +272,7 @@ class Shards:
         self.gathered = gathered(module, units)
         refuse_tensor_parallel(self.gathered)
         self._refuse_others()
-        self.rounds = Rounds(units)
+        self.processes = Processes(units)
 
     def refuse_changes(self) -> None:
         """Refuses parameters that were frozen or unfrozen since the first gathering."""

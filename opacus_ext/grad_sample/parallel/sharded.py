@@ -1,28 +1,29 @@
-"""Models that are sharded by ``fully_shard`` (FSDP2); see core/sharded.py.
-
-A process without samples for a round of passes runs a sample of zeros, which adds
-nothing.
-"""
+"""Models that are sharded by ``fully_shard`` (FSDP2); see core/sharded.py."""
 
 from __future__ import annotations
 
-from contextlib import nullcontext, suppress
-from typing import Any, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
 
 from opacus_ext.grad_sample.adapter.forward import ForwardRecord, GroupOutputs
-from opacus_ext.grad_sample.adapter.model import PrivateModel
+from opacus_ext.grad_sample.adapter.inputs import Inputs
+from opacus_ext.grad_sample.adapter.model import ModelGroup, PrivateModel
 from opacus_ext.grad_sample.adapter.objects import leaves_of
 from opacus_ext.grad_sample.adapter.outputs import Returned
 from opacus_ext.grad_sample.adapter.state import Change
 from opacus_ext.grad_sample.core.clip import ClippedSum
-from opacus_ext.grad_sample.core.gradients import gradients_alone, gradients_of_group
 from opacus_ext.grad_sample.core.sharded import (
+    BACKWARD,
+    OUTPUTS,
+    WITHOUT_MODEL,
+    ShardedGroup,
     Shards,
-    in_rounds,
-    is_of_nobody,
+    is_stand_in,
     sharded_sum,
 )
 
@@ -30,10 +31,14 @@ T = torch.Tensor
 
 
 class ShardedForward(ForwardRecord):
-    """A forward pass whose groups may be of nobody: of a sample of zeros."""
+    """A forward pass, in which a sample of zeros may stand in for samples."""
 
     model: ShardedModel
-    _used: set[int] | None = None  # outputs that losses use, or None for all
+
+    def __init__(self, model: Any, inputs: Inputs, call: Any, total: Any = None):
+        call = partial(model.processes.forward, call)
+        super().__init__(model, inputs, call, total)
+        self._unused: set[int] = set()  # outputs that no loss uses
 
     def initialize(self) -> None:
         """
@@ -49,7 +54,7 @@ class ShardedForward(ForwardRecord):
             values = [x for change in state.changes() for x in leaves_of(change.value)]
             if not all(isinstance(x, (bool, str, type, type(None))) for x in values):
                 state.restore()
-        model.rounds.reset()
+        model.reset()
 
     def _left_by_zeros(self) -> list[Change] | None:
         return None  # the other processes would not take part
@@ -59,58 +64,54 @@ class ShardedForward(ForwardRecord):
         return None
 
     def _keep(self, returned: Returned, some: GroupOutputs) -> None:
-        self.model.rounds.finish(self.read_data)
-        if not is_of_nobody(some):
-            super()._keep(returned, some)
+        super()._keep(returned, some)
+        if not is_stand_in(some):
             return
-        if self.total is not None:
-            self._add(self.total, some, *self._no_gradients(some))
-        else:
-            self.groups.append(some)
+        self._returned.pop()
         if not self.size and not self._returned:  # the form of an empty output
-            rows = torch.arange(0)
             leaves = [
                 x._replace(value=x.value[:0]) if x.by_sample else x
                 for x in returned.leaves
             ]
-            self._returned.append(returned._replace(rows=rows, size=0, leaves=leaves))
+            empty = returned._replace(rows=torch.arange(0), size=0, leaves=leaves)
+            self._returned.append(empty)
 
     def add_gradients(self, total: Any, grads: Sequence[T | None]) -> list[T | None]:
-        """See :class:`~adapter.forward.ForwardRecord`."""
-        if len(grads) > 1:
-            own = [g is not None for g in grads]
-            used = self.model.rounds.used(own, self.size)
-            self._used = {i for i, uses in zip(self.dims, used) if uses}
+        """
+        See :class:`~adapter.forward.ForwardRecord`. A backward pass gathers what has
+        computed the outputs that the losses use, which must be the same everywhere.
+        """
+        if len(grads) == 1:  # which the loss is known to use
+            return super().add_gradients(total, grads)
+        uses = torch.tensor([[g is not None for g in grads]], device="cpu")
+        used = self.model.processes.shared(OUTPUTS, uses[: self.size])
+        if used is None:
+            raise self.model.refused(
+                "processes compute their losses from different outputs of the model, "
+                "which fully_shard has sharded. No weight was changed.",
+                "Compute the loss from the same outputs in all processes.",
+            )
+        self._unused = {i for i, uses in zip(self.dims, used.tolist()) if uses != 1}
         return super().add_gradients(total, grads)
-
-    def _no_gradients(self, some: GroupOutputs) -> tuple[list[T], list[T]]:
-        used = some.outputs if self._used is None else self._used
-        outputs = [y for i, y in some.outputs.items() if i in used]
-        return outputs, [torch.zeros_like(y) for y in outputs]
 
     def _own(
         self, some: GroupOutputs, grads: Sequence[T | None]
     ) -> tuple[list[T], list[T]]:
-        if is_of_nobody(some):
-            return self._no_gradients(some)
-        return super()._own(some, grads)
+        if not is_stand_in(some):
+            return super()._own(some, grads)
+        outputs = [y for i, y in some.outputs.items() if i not in self._unused]
+        return outputs, [torch.zeros_like(y) for y in outputs]
 
-    def _add(
-        self, total: Any, some: GroupOutputs, outputs: list[T], grads: list[T]
-    ) -> list[T | None]:
-        if not is_of_nobody(some):
-            return super()._add(total, some, outputs, grads)
-        params = list(self.params.values())
-        if some.group is None:
-            gradients_alone(outputs, grads, params)
-        else:
-            gradients_of_group(some.group, outputs, grads, params)
-        total.add_nothing()
-        return [None] * len(self.leaves)
+
+class _ShardedModelGroup(ShardedGroup, ModelGroup):
+    """Samples of a sharded private model that run together."""
 
 
 class ShardedModel(PrivateModel):
-    """A private model that ``fully_shard`` has sharded."""
+    """
+    A private model that ``fully_shard`` has sharded. An error in one process ends in
+    the timeout of the others: they are not told.
+    """
 
     record_type = ShardedForward
     is_shared_out = frees_parameters = True
@@ -119,8 +120,8 @@ class ShardedModel(PrivateModel):
     def __init__(self, module: nn.Module, *args: Any, **kwargs: Any):
         super().__init__(module, *args, **kwargs)
         self.shards = shards = Shards(module)
-        self.rounds = shards.rounds
-        self.handles, self.gathered = self.rounds.handles, shards.gathered
+        self.processes = shards.processes
+        self.handles, self.gathered = self.processes.handles, shards.gathered
         self.names.update({p: n for n, p in self.gathered.items()})
 
     @property
@@ -128,37 +129,32 @@ class ShardedModel(PrivateModel):
         """The trainable parameters by name, as they are gathered."""
         return {n: p for n, p in self.gathered.items() if p.requires_grad}
 
-    def telling(self, stage: str) -> Any:
-        """See :class:`~adapter.model.PrivateModel`."""
-        tells = torch.is_grad_enabled()
-        return self.rounds.telling(stage) if tells else nullcontext()
+    def group(self, size: int) -> ModelGroup:
+        """Makes a group for samples that run together."""
+        return _ShardedModelGroup(self.processes, self, size)
 
     def begin_backward(self, through: bool) -> None:
         """See :class:`~adapter.model.PrivateModel`."""
-        self.rounds.begin_backward(through)
+        self.processes.meet(BACKWARD if through else WITHOUT_MODEL)
 
     def run(self, forward: Any) -> None:
-        """Runs all samples in rounds."""
+        """Runs all samples in rounds of all processes."""
         self.shards.refuse_changes()
         if not self.initialized:
             forward.initialize()
-        samples = forward.inputs.samples
-        ran = in_rounds(
-            self.rounds,
-            samples,
+        if not self.processes.run(
+            forward.inputs.samples,
             forward.at_once,
-            lambda some, i: forward.alone(some, i),
+            forward.alone,
             one_by_one=self.one_by_one or self.vmap_fails,
-            reads=lambda: forward.read_data,
             warn=forward.warn,
-        )
-        if not ran:  # nor is there a backward pass, which would free what is gathered
+        ):  # nor is there a backward pass, which would free what is gathered
             forward.without_samples()
-            self.rounds.reset()
+            self.reset()
 
     def reset(self) -> None:
         """Frees what a pass that failed has gathered."""
-        self.rounds.reset()
+        self.processes.reset()
 
     def clipped_sum(self, params: Any, *args: Any, **kwargs: Any) -> ClippedSum:
         """See :class:`~adapter.model.PrivateModel`; all modes take one pass."""
