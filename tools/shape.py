@@ -46,9 +46,9 @@ INSIDE = ("factors", "rules", "core", "adapter", "modes")  # parallel stands bes
 #: The core imports none of these, at any distance.
 ABOVE_THE_CORE = {"planner", "trainer", "re_attention", "accountants"}
 CORE = ("opacus_ext.grad_sample", "opacus_ext.optimizers")
-#: Who reads compiled code or frames uses one of these. Two files copy functions, and
+#: Who reads compiled code or frames uses one of these. One file copies functions, and
 #: one tells functions apart that are made anew.
-COPY = ("core/vmap.py", "core/dynamo.py", "adapter/objects.py")
+COPY = ("core/vmap.py", "adapter/objects.py")
 READING = {"dis", "__code__", "co_code", "co_names", "co_consts", "f_code", "f_locals"}
 STEP = """
 import sys, warnings

@@ -18,6 +18,7 @@ from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple, Union
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from torch.utils.data import DataLoader
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
@@ -29,7 +30,7 @@ from opacus_ext.data.logical import (
     logical_loader,
 )
 from opacus_ext.data.sampling import Poisson
-from opacus_ext.grad_sample.core.dynamo import settings_of
+from opacus_ext.grad_sample.adapter.compiled import settings_of
 from opacus_ext.grad_sample.core.groups import Samples, samples_of
 from opacus_ext.losses import PerRecord, sample_loss
 from opacus_ext.misuse import check_delta, check_size
@@ -72,6 +73,17 @@ class _NoiseLog(TrainerCallback):
                 "expected_batch_size": trainer.sampling.expected_batch_size,
             }
         )
+
+
+def _with_shared(samples: Samples, shared: Dict[str, Any]) -> Samples:
+    """Adds inputs that all records share."""
+
+    def join(leaves: List[Any], others: Dict[str, Any]) -> Tuple[List[Any], Any]:
+        return tree_flatten({**tree_unflatten(leaves, samples.spec), **others})
+
+    leaves, spec = join(samples.leaves, shared)
+    by_sample, _ = join(samples.by_sample, tree_map(lambda x: False, shared))
+    return samples._replace(leaves=leaves, by_sample=by_sample, spec=spec)
 
 
 class PrivateTrainer(Trainer):
@@ -368,8 +380,8 @@ class PrivateTrainer(Trainer):
         if (settings := settings_of(model)) is not None:  # torch_compile=True
             training.hooks.private.settings = settings
         model = self.accelerator.unwrap_model(model)  # DDP would add gradients up
+        model = getattr(model, "_orig_mod", model)  # compiled with its loss, if at all
         model.train()
-        shared: Dict[str, Any] = {}
         if batch.inputs is not None:  # without records the step is noise
             inputs = dict(self._prepare_inputs(batch.inputs))
             names = {*(self.privacy.shared or ())} & {*inputs}
@@ -382,10 +394,11 @@ class PrivateTrainer(Trainer):
                     remedy="It must make one of each record, and not pack, chunk or "
                     "drop any.",
                 )
+            samples = [_with_shared(x, shared) for x in samples]
         if not batch.records:  # one that is sharded takes part in others' passes
             samples = [x.select(torch.arange(0)) for x in samples]
         with self.compute_loss_context_manager():
-            loss = partial(self._record_loss, model, shared)
+            loss = partial(self._record_loss, model)
             return training.hooks.clip(training.optimizer, samples, loss).detach()
 
     def _samples(
@@ -407,11 +420,8 @@ class PrivateTrainer(Trainer):
                 "return a tensor with a row for each record.",
             ) from error
 
-    def _record_loss(
-        self, model: nn.Module, shared: Dict[str, Any], record: Dict[str, Any]
-    ) -> torch.Tensor:
+    def _record_loss(self, model: nn.Module, record: Dict[str, Any]) -> torch.Tensor:
         """Returns the loss of a record, a batch of one, with what all records share."""
-        record = {**record, **shared}
         owner = next(c for c in type(self).__mro__ if "compute_loss" in vars(c))
         # SFTTrainer's method computes numbers of the batch as well.
         if f"{owner.__module__}.{owner.__qualname__}" not in _STOCK:

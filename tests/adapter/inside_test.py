@@ -1,10 +1,10 @@
-"""Losses that run eagerly round a compiled model, as PrivateTrainer's do."""
+"""Losses that run in one program with a model, as PrivateTrainer's do."""
 
 import pytest
 import torch
 from torch import nn
 
-from opacus_ext.grad_sample.core.dynamo import settings_of
+from opacus_ext.grad_sample.adapter.compiled import settings_of
 from opacus_ext.grad_sample.core.groups import samples_of
 from opacus_ext.refused import Refused
 from tests.common import (
@@ -41,27 +41,30 @@ class ByItself(torch.autograd.Function):
 # By name: a loss, and why it is not compiled.
 LOSSES = {
     "around": (lambda m, x: m(x).square().sum() * x.mean(), None),
-    "twice": (lambda m, x: (m(x).square() + m(2 * x)).sum(), "model twice"),
-    "weight": (lambda m, x: (m(x) @ m.one.weight).sum(), "by itself"),
+    "twice": (lambda m, x: (m(x).square() + m(2 * x)).sum(), None),
+    "weight": (lambda m, x: (m(x) @ m.one.weight).sum(), None),
     "function": (
         lambda m, x: ByItself.apply(m(x).square().sum(), m.one.bias),
-        "by itself",
+        "vmap over",
     ),
-    "no call": (lambda m, x: (x @ m.one.weight.mT).sum(), None),
+    "no call": (lambda m, x: (x @ m.one.weight.t()).sum(), None),
+    "attribute": (lambda m, x: (x @ m.one.weight.mT).sum(), "w.T; write w.t()"),
+    "branch": (lambda m, x: m(x).sum() * (2 if x.sum() > 0 else 1), "x.sum() > 0"),
 }
 
 
-def private_of(model):
+def private_of(model, mode="ghost_bk", **kwargs):
     """Private, and compiled by what needs no C++ compiler."""
-    private = make_private(model, "ghost_bk", batch_size=4, max_grad_norm=0.2, lr=0.1)
+    given = {"max_grad_norm": 0.2, **kwargs}
+    private = make_private(model, mode, batch_size=4, lr=0.1, **given)
     settings = settings_of(torch.compile(nn.Identity(), backend="aot_eager"))
     private.handle.private.settings = settings
     return private
 
 
-def backward(private, loss, x):
+def backward(private, loss, x, samples=None):
     private.optimizer.zero_grad()
-    samples, _ = samples_of(x)
+    samples = samples or samples_of(x)[0]
     private.handle.clip(
         private.optimizer, samples, lambda sample: loss(private.module, sample)
     )
@@ -82,8 +85,58 @@ def test_losses(name, recwarn):
         private.optimizer.step()
     told = [str(w.message) for w in recwarn if "not compiled" in str(w.message)]
     assert len(told) == (reason is not None) and (reason or "") in "".join(told)
-    programs = private.handle.private._compiled
-    assert bool(programs) == (name != "no call")
+    (programs,) = private.handle.private._compiled.values()
+    assert bool(programs.programs) == (reason is None)
+
+
+@pytest.mark.parametrize("mode", ["ghost", "ghost_bk"])
+def test_numbers_and_tensors_that_change(mode):
+    """What all samples share, and bounds, are arguments of one program."""
+    model, plain = build().double(), build().double()
+    private = private_of(model, mode)
+
+    def loss(m, sample):
+        return (m(sample["x"]) * sample["scale"]).square().sum()
+
+    for bound in (0.1, 0.2, 0.3, 0.4, 0.5):
+        x, scale = torch.randn(4, 4).double(), torch.randn(3)
+
+        (some,), _ = samples_of({"x": x, "scale": x})
+        some.by_sample[1], some.leaves[1] = False, scale
+
+        def alone(m, x):
+            return loss(m, {"x": x, "scale": scale})[None]
+
+        plain.load_state_dict(model.state_dict())
+        grads = oracle(plain, x, alone)
+        private.optimizer.max_grad_norm = bound
+        backward(private, loss, x, [some])
+        got = {n: p.grad for n, p in trainable(model).items()}
+        assert_same(got, clipped_sum(grads, "flat", bound), 1e-8)
+        private.optimizer.step()
+    (programs,) = private.handle.private._compiled.values()
+    assert programs.programs < 3  # Dynamo may begin again
+
+
+def test_a_sample_that_is_not_finite():
+    """It is dropped with a warning, or refused, as in eager steps."""
+    model, plain = build().double(), build().double()
+    plain.load_state_dict(model.state_dict())
+    private, x = private_of(model), torch.randn(4, 4).double()
+
+    def loss(m, x):
+        return (m(x) / (x[..., 0] - 1)).sum()
+
+    backward(private, loss, x)
+    x[1, 0] = 1
+    with pytest.warns(RuntimeWarning, match="sample 1 is not finite"):
+        backward(private, loss, x)
+    grads = oracle(plain, x[[0, 2, 3]], lambda m, x: loss(m, x)[None])
+    got = {n: p.grad for n, p in trainable(model).items()}
+    assert_same(got, clipped_sum(grads, "flat", 0.2), 1e-8)
+    private.handle.on_nonfinite = "raise"
+    with pytest.raises(Refused, match="sample 1 is not finite"):
+        backward(private, loss, x)
 
 
 def test_state_of_the_first_batch_is_refused():

@@ -1,29 +1,29 @@
-"""The compiled programs of a private model on which ``torch.compile`` was called.
+"""The programs of ``torch.compile`` in which the samples of a private model run.
 
-Samples run as in compiled ``clipped_grads`` (core/traced.py), but in two programs, as
-the criterion is in between: the forward, whose backward gives the gradients of the
-slots, and the clipping, which turns these into norms and clipped sums.
+A loop of the user's own has two programs, as the criterion is between them: the
+forward, whose backward gives the gradients of the slots (core/traced.py), and the
+clipping, which turns these into norms and clipped sums. Where the loss is known, a
+whole step is one program, as compiled ``clipped_grads`` is. What a program can't do
+runs eagerly: nothing here approximates.
 """
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from dataclasses import is_dataclass
+from functools import partial
+from logging import Logger
 from typing import Any, Callable, NamedTuple, Sequence
 
 import torch
 from torch import nn
+from torch._C._dynamo.eval_frame import set_eval_frame
+from torch._dynamo import config
+from torch._dynamo.decorators import skip  # noqa: F401
+from torch._dynamo.eval_frame import OptimizeContext, OptimizedModule
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.nn.utils.rnn import PackedSequence
-from torch.utils._pytree import (
-    tree_flatten,
-    tree_leaves,
-    tree_map_only,
-    tree_unflatten,
-)
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from opacus_ext.clipping import ClippingFunction
 from opacus_ext.grad_sample.adapter.outputs import NotEqual, is_hidden
 from opacus_ext.grad_sample.core.clip import (
     ClippedSum,
@@ -31,24 +31,193 @@ from opacus_ext.grad_sample.core.clip import (
     is_finite,
     norms_and_sums,
 )
-from opacus_ext.grad_sample.core.dynamo import Settings, compile_whole, leave_out
-from opacus_ext.grad_sample.core.gradients import nodes_of
-from opacus_ext.grad_sample.core.group import SampleGroup
+from opacus_ext.grad_sample.core.gradients import no_autocast
 from opacus_ext.grad_sample.core.groups import Samples, why
 from opacus_ext.grad_sample.core.traced import TracedGroup
 from opacus_ext.grad_sample.core.values import key_of, key_of_tree
-from opacus_ext.grad_sample.core.vmap import is_batched, modes_above, without_modes
+from opacus_ext.grad_sample.core.vmap import is_batched
 from opacus_ext.grad_sample.factors import full_precision
 from opacus_ext.grad_sample.rules import NotAtOnce
 
 T = torch.Tensor
-Found = tuple[list[T], list[list[T]]]  # outputs, and the saved data of each use
+Code = Callable[[Any], Any]  # runs a sample, the tree of its arguments
 _TENSOR = "<tensor>"  # stands for a tensor in an output
 _OBJECT = "<object> "  # and this for an object, before the name of its type
+
+# -- torch.compile's settings, from private names of torch -----------------------------
+
+#: Sets the compiler of code that runs next, or None; returns the one before.
+set_compiler: Callable[[Any], Any] = set_eval_frame
+
+
+class Settings(NamedTuple):
+    """Arguments of ``torch.compile``."""
+
+    backend: Callable  # called with a graph and its inputs
+    fullgraph: bool  # True if a graph break is an error
+    most: int = 64  # the most programs of one model, for its batch sizes and lengths
+
+
+def settings_of(module: nn.Module) -> Settings | None:
+    """Returns the settings of ``torch.compile(model)`` or ``model.compile()``."""
+    if isinstance(module, OptimizedModule):
+        return settings_from(module.dynamo_ctx.callback)
+    call = vars(module).get("_compiled_call_impl")
+    for cell in getattr(call, "__closure__", None) or ():
+        if isinstance(cell.cell_contents, OptimizeContext):
+            return settings_from(cell.cell_contents.callback)
+    return None
+
+
+def settings_from(compiler: Any) -> Settings | None:
+    """Returns the settings of a compiler, see :data:`set_compiler`."""
+    fullgraph, backend = False, compiler
+    while callable(backend):
+        fullgraph = fullgraph or "Assert" in type(backend).__name__
+        inner = getattr(backend, "_torchdynamo_orig_callable", None)
+        inner = getattr(backend, "_torchdynamo_orig_backend", inner)
+        if inner is None:
+            break
+        backend = inner
+    is_known = callable(compiler) and backend is not compiler
+    return Settings(backend, fullgraph) if is_known else None
+
+
+def _changed_config() -> dict[str, Any]:
+    """
+    Returns Dynamo's settings for our functions: programs are counted by model, and what
+    code logs was logged where it ran eagerly.
+    """
+    changes: dict[str, Any] = dict.fromkeys(_LIMITS, 2**30)
+    if hasattr(config, "ignore_logger_methods"):
+        names = filter(partial(hasattr, Logger), _LOGGING)
+        changes["ignore_logger_methods"] = {getattr(Logger, name) for name in names}
+    return changes
+
+
+_LIMITS = "recompile_limit", "accumulated_recompile_limit"
+# The last two are those of transformers.
+_LOGGING = "debug", "info", "warning", "error", "info_once", "warning_once"
+
+
+def count_a_frame() -> None:
+    """Calls a function that can be compiled, as ``fullgraph=True`` expects one."""
+    _frame(torch.zeros(()))
+
+
+def _frame(x: T) -> T:
+    return x + 1
+
+
+# -- functions that are compiled -------------------------------------------------------
 
 
 class NotCompiled(Exception):
     """Raised with the reason if samples can't run in a compiled program."""
+
+
+class _Group(TracedGroup):
+    """Samples of a private model."""
+
+    def check_leaves(self, leaves: list[T]) -> None:
+        if any(isinstance(x, nn.Parameter) for x in leaves):
+            raise NotAtOnce("a parameter that the model does not have")
+
+
+class _Call:
+    """Calls code with a sample, and keeps what else it returns beside tensors."""
+
+    def __init__(self, code: Code):
+        self.code = code
+        self.others: list[Any] = []  # leaves of the output; _TENSOR for tensors
+        self.spec: Any = None
+
+    def __call__(self, sample: Any) -> list[T]:
+        leaves, self.spec = tree_flatten(self.code(sample))
+        tensors = [x for x in leaves if isinstance(x, T)]
+        if not all(map(is_batched, tensors)):
+            raise NotAtOnce("an output that all samples share")
+        self.others = [_TENSOR if isinstance(x, T) else _other(x) for x in leaves]
+        return tensors
+
+    def signature(self, group: TracedGroup) -> str:
+        """Describes the outputs and uses of a forward, which must not change."""
+        return f"{self.others}; {group.signature()}"
+
+
+def _other(x: Any) -> Any:
+    if isinstance(x, (int, float, str, type(None))):
+        return x
+    if not torch.compiler.is_compiling() and (  # where the first forward has checked
+        is_dataclass(x) or isinstance(x, PackedSequence) or not is_hidden(x)
+    ):
+        raise NotAtOnce("an output that is no tensor")
+    return _OBJECT + type(x).__name__
+
+
+def _samples(tree: Any, by_sample: Sequence[bool], size: int) -> Samples:
+    if not torch.compiler.is_compiling():
+        raise NotCompiled("torch.compiler.set_stance says so")
+    leaves, spec = tree_flatten(tree)
+    # Clones, as Dynamo would make a program for each tensor whose id is asked for.
+    leaves = [x.clone() if isinstance(x, T) else x for x in leaves]
+    return Samples(None, leaves, [*by_sample], spec, size)
+
+
+def _forward(
+    code: Code, params: list[T], slots: list[T], *given: Any
+) -> tuple[list[T], list[list[T]], str]:
+    """Returns the outputs ``[B, ...]``, the saved data of each use, and a signature."""
+    samples, call = _samples(*given), _Call(code)
+    group = TracedGroup(params, samples.size, attaches=True)
+    outputs, kept = group.run(call, samples, slots)
+    kept = [[x.detach() for x in data] for data in kept]
+    return outputs, kept, call.signature(group)
+
+
+def _step(
+    code: Code, params: list[T], slots: list[T], own: T, clipping: tuple, *given: Any
+) -> tuple[T, tuple[T, list[T | None]], str]:
+    """Returns the losses ``[B]``, norms and clipped sums, and a signature."""
+    samples, call = _samples(*given), _Call(code)
+    first = _Group(params, samples.size)
+    with torch.enable_grad():
+        first.run(call, samples)
+    signature, slots = call.signature(first), first.make_slots()
+
+    def losses(slots: list[T]) -> tuple[T, Any]:
+        group = TracedGroup(params, samples.size)
+        (found,), kept = group.run(call, samples, slots)
+        if call.signature(group) != signature:
+            raise NotAtOnce("a loss that uses parameters differently in each call")
+        return found, kept
+
+    with torch.no_grad():
+        vjp: Any = torch.func.vjp  # of three results here
+        found, pull, kept = vjp(losses, slots, has_aux=True)
+        with no_autocast():
+            (grads,) = pull(own.to(found))
+            return found, _clip(first, kept, grads, own, *clipping), signature
+
+
+def _clip(
+    group: TracedGroup,
+    kept: list[list[T]],
+    grads: Sequence[T | None],
+    own: T,
+    params: list[T],
+    clipping: Any,
+    bound: T,
+    scale: Any,
+) -> tuple[T, list[T | None]]:
+    """Returns norms and clipped sums of the samples that are in the mask ``own``."""
+    norms = GroupNorms(params, group.size, clipping.per_parameter)
+    norms.finish(group.collect(kept, grads, group.size, own))
+    factors = partial(clipping.factors, bound=bound)
+    return norms_and_sums(norms, factors, scale, own > 0)
+
+
+# -- programs --------------------------------------------------------------------------
 
 
 class Traced(NamedTuple):
@@ -56,57 +225,45 @@ class Traced(NamedTuple):
 
     group: TracedGroup  # the uses of parameters
     slots: list[T]  # leaves that are zero
-    output: tuple[list[Any], Any]  # leaves, _TENSOR for tensors, and their tree
+    call: _Call  # the rest of the output
     signature: str  # must be equal in each call
-    changed: tuple[str, ...]  # names of changed state that is not made of data
+    changed: list[str]  # names of changed state that is not made of data
     clips: dict[tuple, Callable]  # compiled clipping programs
-    own: dict[tuple, T]  # masks of the samples that do not only fill up
 
 
 class CompiledModel:
-    """
-    The compiled programs of a private model (model.py). ``mode`` is a torch function
-    mode in which it is called, or None.
-    """
+    """The programs of a function of samples, for their numbers and lengths."""
 
-    def __init__(self, model: Any, settings: Settings, mode: Any = None):
-        self.model, self.settings, self.mode = model, settings, mode
+    function: Callable = staticmethod(_forward)
+
+    def __init__(self, model: Any, settings: Settings, code: Code):
+        self.model, self.settings, self.code = model, settings, code
         self.params = list(model.params.values())
-        self.programs = self._checked = 0
+        self._made = made = list[None]()  # one for each program
         self._sizes: dict[tuple, list[int]] = {}  # batch sizes of programs, by kind
         self._traced: dict[tuple, Traced] = {}
         self._failed: dict[tuple, str] = {}
-        module = getattr(model.module, "_orig_mod", model.module)
-        self.module = module.module if isinstance(module, DDP) else module
-        module, params = self.module, self.params
 
-        def forward(
-            tree: Any,
-            by_sample: tuple[bool, ...],
-            size: int,
-            slots: list[T],
-        ) -> Any:
-            if not torch.compiler.is_compiling():
-                raise NotCompiled("torch.compiler.set_stance says so")
-            group = TracedGroup(params, size, attaches=True)
-            call, returned = _caller(module, mode)
-            leaves, spec = tree_flatten(tree)
-            samples = Samples(None, leaves, by_sample, spec, size)
-            outputs, kept = group.run(call, samples, slots)
-            kept = [[x.detach() for x in data] for data in kept]
-            return outputs, kept, _signature(returned, group)
+        def backend(graph: Any, inputs: Sequence[Any]) -> Callable:
+            if len(made) >= settings.most:
+                raise NotCompiled(f"{len(made)} programs are built, and it changes")
+            made.append(None)
+            return settings.backend(graph, inputs)
 
-        leave_out(torch.ops.opacus_ext.attach.default)
-        self._forward = compile_whole(forward, self._backend, settings.most)
+        given: Any = dict(backend=backend, fullgraph=True, dynamic=False)
+        self._run = torch.compile(self.function, **given)
+        self._config = _changed_config()
 
-    def _backend(self, graph: Any, inputs: Sequence[Any]) -> Callable:
-        self.programs += 1
-        return self.settings.backend(graph, inputs)
+    @property
+    def programs(self) -> int:
+        """How many programs were made."""
+        return len(self._made)
 
-    def run(self, samples: Samples) -> tuple[Any, CompiledGroup]:
+    def run(self, samples: Samples, total: Any = None) -> tuple[Any, Any] | None:
         """
         Runs samples, or raises NotCompiled with nothing changed. Returns the output, a
-        tree of tensors ``[B, ...]``.
+        tree of tensors ``[B, ...]``, and what adds the gradients to a total; None if
+        these samples are to run eagerly.
         """
         count, kind = samples.size, _kind(samples, self.model.module.training)
         size = self._size_for(kind, count)
@@ -116,31 +273,56 @@ class CompiledModel:
         if key in self._failed:
             raise NotCompiled(self._failed[key])
         try:
-            traced = self._traced.get(key) or self._trace(key, samples)
-            changes = any(each.changed for each in self._traced.values())
-            found = self._call(samples, traced, changes)
-            if found is None:  # the code takes another path than before
-                traced = self._trace(key, samples)
-                found = self._call(samples, traced, True)
-            if found is None:
-                raise NotAtOnce("a forward that differs when it is compiled")
+            return self._results(key, samples, count, total)
         except Exception as error:
             self._failed[key] = _reason(error)
             raise NotCompiled(self._failed[key]) from error
-        outputs, kept = found
+
+    def _results(self, key: tuple, samples: Samples, count: int, total: Any) -> Any:
+        found, traced = self._call(key, samples, [])
+        outputs, kept, _ = found
         # No slice if not needed: its backward copies.
         rest = iter([x[:count] if len(x) > count else x for x in outputs])
-        others, spec = traced.output
-        leaves = [next(rest) if x == _TENSOR else self._plain(x) for x in others]
-        return tree_unflatten(leaves, spec), CompiledGroup(self, traced, kept, count)
+        leaves = [next(rest) if x == _TENSOR else x for x in traced.call.others]
+        for i, x in enumerate(leaves):
+            if isinstance(x, str) and x.startswith(_OBJECT):  # a cache, as eagerly
+                what = f"is a {x.removeprefix(_OBJECT)}, which may hold values of "
+                what += "samples"
+                leaves[i] = NotEqual(self.model.describe(), "output", what)
+        output = tree_unflatten(leaves, traced.call.spec)
+        return output, CompiledGroup(self, traced, kept, count)
 
-    def _plain(self, x: Any) -> Any:
-        """Replaces objects (caches) of an output, as where samples run eagerly."""
-        if not (isinstance(x, str) and x.startswith(_OBJECT)):
-            return x
-        name = x.removeprefix(_OBJECT)
-        what = f"is a {name}, which may hold values of samples"
-        return NotEqual(self.model.describe(), "output", what)
+    def _call(self, key: tuple, samples: Samples, given: list) -> tuple[Any, Traced]:
+        """Runs the program of these samples; traces them anew if it differs."""
+        tree = samples.tree(lambda x: x), tuple(samples.by_sample), samples.size
+        if key in self._traced:
+            traced, programs = self._traced[key], self.programs
+            check = any(each.changed for each in self._traced.values())
+            found = self._checked(traced, given, tree, check)
+            if found is not None and (check or programs == self.programs):
+                return found, traced
+        traced = self._trace(key, samples)
+        found = self._checked(traced, given, tree, True)
+        if found is None:
+            raise NotAtOnce("a forward that differs when it is compiled")
+        return found, traced
+
+    def _checked(self, traced: Traced, given: list, tree: tuple, check: bool) -> Any:
+        """
+        Runs the program; None if it differs from the trace. If ``check``, the state
+        must change as it did there.
+        """
+        state = self.model.state
+        if check:
+            state.remember()
+        with config.patch(self._config):
+            found = self._run(self.code, self.params, traced.slots, *given, *tree)
+        differs = found[-1] != traced.signature
+        if check and (differs or [c.name for c in state.changes()] != traced.changed):
+            state.restore()
+            if not differs:
+                raise NotAtOnce("a forward that changes other state when compiled")
+        return None if differs else found
 
     def _size_for(self, kind: tuple, count: int) -> int:
         """Returns the batch size of a program for ``count`` samples; it builds few."""
@@ -159,7 +341,7 @@ class CompiledModel:
 
     def _trace(self, key: tuple, samples: Samples) -> Traced:
         """Runs samples of a new kind eagerly, to find the uses of parameters."""
-        state, (call, returned) = self.model.state, _caller(self.module, self.mode)
+        state, call = self.model.state, _Call(self.code)
         state.remember()
         group = _Group(self.params, samples.size)
         try:
@@ -173,79 +355,14 @@ class CompiledModel:
         if name is not None:
             raise NotAtOnce(f"a forward that changes {name}")
         slots = [slot.requires_grad_() for slot in group.make_slots()]
-        signature, changed = _signature(returned, group), tuple(c.name for c in changes)
-        self._traced[key] = Traced(
-            group, slots, returned[0], signature, changed, {}, {}
-        )
+        names, signature = [c.name for c in changes], call.signature(group)
+        self._traced[key] = Traced(group, slots, call, signature, names, {})
         return self._traced[key]
 
-    def _call(self, samples: Samples, traced: Traced, check: bool) -> Found | None:
-        """
-        Runs the program; returns None if it differs from the trace. Compares the state
-        that it changes if ``check``, and for each new program.
-        """
-        state = self.model.state
-        if check:
-            state.remember()
-        own = tuple(samples.by_sample)
-        given = samples.tree(lambda x: x), own, samples.size, traced.slots
-        outputs, kept, signature = self._forward(*given)
-        if signature != traced.signature:
-            if check:
-                state.restore()
-            return None
-        if not check and self._checked != self.programs:
-            return self._call(samples, traced, True)
-        if check:
-            if tuple(c.name for c in state.changes()) != traced.changed:
-                state.restore()
-                raise NotAtOnce("a forward that changes other state when compiled")
-            self._checked = self.programs
-        return outputs, kept
 
-
-def _caller(module: nn.Module, mode: Any) -> tuple[Callable, list[Any]]:
-    """
-    Returns a function that runs a sample and returns its output tensors, and a list
-    to which it appends the leaves (_TENSOR for tensors) and their tree.
-    """
-    returned: list[Any] = []
-
-    def call(sample: Any) -> list[T]:
-        args, kwargs = sample
-        with nullcontext() if mode is None else mode:
-            found, spec = tree_flatten(module._call_impl(*args, **kwargs))
-        tensors = [x for x in found if isinstance(x, T)]
-        if not all(map(is_batched, tensors)):
-            raise NotAtOnce("an output that all samples share")
-        others = [_TENSOR if isinstance(x, T) else _other(x) for x in found]
-        returned.append((others, spec))
-        return tensors
-
-    return call, returned
-
-
-def _other(x: Any) -> Any:
-    if isinstance(x, (int, float, str, type(None))):
-        return x
-    if torch.compiler.is_compiling():  # checked in the first forward
-        return _OBJECT + type(x).__name__
-    if is_dataclass(x) or isinstance(x, PackedSequence) or not is_hidden(x):
-        raise NotAtOnce("an output that is no tensor")
-    return _OBJECT + type(x).__name__
-
-
-def _signature(returned: list[Any], group: TracedGroup) -> str:
-    """Describes the outputs and uses of a forward, which must not change."""
-    return " ".join([repr(x) for x in returned[0][0]]) + "; " + group.signature()
-
-
-class _Group(TracedGroup):
-    """The group of the first forward."""
-
-    def check_leaves(self, leaves: list[T]) -> None:
-        if any(isinstance(x, nn.Parameter) for x in leaves):
-            raise NotAtOnce("a parameter that the model does not have")
+def _mask(size: int, count: int, like: T) -> T:
+    """Returns a mask ``[size]`` of the samples that do not only fill up."""
+    return (torch.arange(size, device=like.device) < count).to(like)
 
 
 def padded(size: int) -> int:
@@ -270,55 +387,40 @@ def _kind(samples: Samples, training: bool) -> tuple:
     return training, tree, tuple(samples.by_sample), *leaves
 
 
-def _reason(error: BaseException) -> str:
+def _reason(error: Any) -> str:
     """Formats an error of the compiler as one line."""
     while isinstance(getattr(error, "inner_exception", None), BaseException):
         error = error.inner_exception
+    if type(error).__module__ == "torch._dynamo.exc" and error.__cause__ is not None:
+        error = error.__cause__  # which the code has raised
     return why(error)
 
 
-class InsideLoss:
-    """
-    A model that a loss calls: it runs in a compiled program, the loss itself eagerly.
-    ``program`` is set by the call.
-    """
+class CompiledStep(CompiledModel):
+    """The programs of whole steps, given the code of the loss."""
 
-    program: CompiledGroup | None = None
-    _ends: Sequence[Any] = ()  # the nodes of the program's outputs
+    function = staticmethod(_step)
 
-    def __init__(self, compiled_in: Callable[[Any], CompiledModel], group: SampleGroup):
-        self.compiled_in, self.group = compiled_in, group
+    def _results(self, key: tuple, samples: Samples, count: int, total: Any) -> Any:
+        like, clipping = total.norms, total.clipping
+        own = _mask(samples.size, count, like)
+        clips = total.params, clipping.clipping, like.new_tensor(clipping.bound), 1.0
+        with full_precision(like.device):
+            (losses, (norms, sums), _), _ = self._call(key, samples, [own, clips])
+        if not is_finite(norms):  # rare: some are computed anew, or dropped
+            return None
+        return losses[:count], ClippedStep(norms[..., :count], sums)
 
-    def __call__(self, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Runs all samples of the group; called where one of them calls the model."""
-        group, modes = self.group, modes_above(self.group)
-        if self.program is not None:
-            raise NotCompiled("the loss calls the model twice")
-        if (
-            not all(getattr(mode, "is_compiled", False) for mode in modes[:1])
-            or modes[1:]
-        ):
-            raise NotCompiled(f"the loss calls the model in {type(modes[-1]).__name__}")
-        leaves, spec = tree_flatten((args, kwargs))
-        own = [isinstance(x, T) and is_batched(x) for x in leaves]
-        if any(isinstance(x, T) and x.requires_grad for x in leaves):
-            raise NotCompiled("gradients of the model's inputs are asked for")
-        leaves = [group.level.unwrap(x) if by else x for x, by in zip(leaves, own)]
-        compiled = self.compiled_in(modes[0] if modes else None)
-        if compiled.model.state.changes():  # they are looked for behind the loss
-            raise NotCompiled("the loss changes the model before it calls it")
-        with without_modes([group, *modes]), group.outside():
-            with torch.compiler.set_stance("default"):
-                samples = Samples(None, leaves, own, spec, group.size)
-                output, self.program = compiled.run(samples)
-        self._ends = [x.grad_fn for x in tree_leaves(output) if isinstance(x, T)]
-        return tree_map_only(T, group.wrap, output)
 
-    def check(self, losses: Sequence[T]) -> None:
-        """Raises NotCompiled if losses use parameters beside the program."""
-        nodes = nodes_of(losses, self._ends)
-        if self.group.uses or any(hasattr(node, "variable") for node in nodes):
-            raise NotCompiled("the loss uses parameters by itself")
+class ClippedStep(NamedTuple):
+    """The norms and clipped sums of samples that have run in a compiled step."""
+
+    norms: T
+    sums: list[T | None]
+
+    def add_to(self, total: ClippedSum, rows: T | None, *given: Any) -> None:
+        """Adds the gradients to a total."""
+        total.add_clipped(rows, self.norms, self.sums)
 
 
 class CompiledGroup:
@@ -340,49 +442,39 @@ class CompiledGroup:
         if not pairs:
             return
         ys, gs = zip(*pairs)
-        group, count = self.traced.group, self.size
-        found = torch.autograd.grad(ys, self.traced.slots, gs, allow_unused=True)
+        traced, group = self.traced, self.traced.group
+        found = torch.autograd.grad(ys, traced.slots, gs, allow_unused=True)
         if not isinstance(total, ClippedSum):
             self._add_eagerly(total, rows, found)
             return
-        clipping: ClippingFunction = total.clipping
-        unused = tuple(g is None for g in found)
-        like = total.norms
-        key: tuple = count, like.dtype, like.device
-        own = self.traced.own.get(key)
-        if own is None:
-            own = (torch.arange(group.size, device=like.device) < count).to(like)
-            self.traced.own[key] = own
-        bounds = clipping.bound, total.scale
-        given: list[Any] = [*map(like.new_tensor, bounds), own]
+        like, params = total.norms, total.params
+        function: Any = total.clipping
+        clipping, limit = function.clipping, function.bound
+        numbers = like.new_tensor(limit), like.new_tensor(total.scale)
+        given = [*numbers, _mask(group.size, self.size, like)]
         given += [g for g in found if g is not None]
         given += [x for data in self.kept for x in data]
+        unused = tuple(g is None for g in found)
         # Layers with one input may have saved it once for all: a trace depends on it.
-        places = [x.data_ptr() for x in given]
-        shared = tuple(map(places.index, places))
+        first: dict[int, int] = {}
+        shared = tuple(first.setdefault(x.data_ptr(), i) for i, x in enumerate(given))
 
-        def clip(bound: T, scale: T, own: T, *given: T) -> list[T | None]:
-            rest = iter(given)
-            grads = [None if none else next(rest) for none in unused]
-            kept = [[next(rest) for _ in data] for data in self.kept]
-            norms = GroupNorms(total.params, group.size, clipping.per_parameter)
-            norms.finish(group.collect(kept, grads, group.size, own))
+        def clip(bound: T, scale: T, own: T, *rest: T) -> list[T | None]:
+            left = iter(rest)
+            grads = [None if none else next(left) for none in unused]
+            kept = [[next(left) for _ in data] for data in self.kept]
+            others = params, clipping, bound, scale
+            norms, sums = _clip(group, kept, grads, own, *others)
+            return [norms, *sums]
 
-            def factors(norms: T) -> T:
-                return clipping.clipping.factors(norms, bound)
-
-            found, sums = norms_and_sums(norms, factors, scale, own > 0)
-            return [found, *sums]
-
-        clips, ids = self.traced.clips, map(id, total.params)
-        kind = unused, shared, clipping.clipping, *ids
+        kind = unused, shared, clipping, *map(id, params)
         with torch.no_grad(), full_precision(like.device):
-            if kind not in clips:
+            if kind not in traced.clips:
                 graph = make_fx(clip)(*given)
-                clips[kind] = self.compiled.settings.backend(graph, given)
-            norms, *sums = clips[kind](*given)
+                traced.clips[kind] = self.compiled.settings.backend(graph, given)
+            norms, *sums = traced.clips[kind](*given)
             if is_finite(norms):
-                total.add_clipped(rows, norms[..., :count], sums)
+                total.add_clipped(rows, norms[..., : self.size], sums)
             else:  # rare: some are computed anew, or dropped
                 self._add_eagerly(total, rows, found)
 
@@ -391,7 +483,7 @@ class CompiledGroup:
         kept = [[x[: self.size] for x in data] for data in self.kept]
         own = [None if g is None else g[: self.size] for g in grads]
         samples = self.traced.group.collect(kept, own, self.size)
-        if not isinstance(total, ClippedSum):
+        if isinstance(total, ClippedSum):
+            total.add(rows, total.group_norms(self.size), samples)
+        else:
             total.add(rows, samples)
-            return
-        total.add(rows, total.group_norms(self.size), samples)

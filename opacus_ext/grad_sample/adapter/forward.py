@@ -12,9 +12,9 @@ from torch.utils._pytree import tree_leaves
 
 from opacus_ext.grad_sample.adapter.advice import sample_of
 from opacus_ext.grad_sample.adapter.compiled import (
+    ClippedStep,
     CompiledGroup,
     CompiledModel,
-    InsideLoss,
     NotCompiled,
 )
 from opacus_ext.grad_sample.adapter.inputs import Inputs
@@ -84,8 +84,7 @@ class ForwardRecord:
         self.done = False  # True after the backward pass
         self.retain_graph = False  # True if gradients of its inputs are not all
         self.taken = model.passes.taken  # batches that the loop has taken so far
-        self.compiled: CompiledModel | None = None  # runs the whole call
-        self.inside: Any = None  # gives the CompiledModel that the loss calls
+        self.compiled: CompiledModel | None = None  # runs the samples, if it can
         self._returned: list[Returned] = []
         self._count = 0  # number of groups so far
         self._alone = False  # True if the last sample has run alone
@@ -219,11 +218,14 @@ class ForwardRecord:
         if self.compiled is None:
             return False
         try:
-            output, program = self.compiled.run(samples)
+            found = self.compiled.run(samples, self.total)
         except NotCompiled as error:
             self.model.not_compiled(self.compiled.settings, str(error))
             self.compiled = None
             return False
+        if found is None:
+            return False
+        output, program = found
         given = samples.rows, samples.size
         returned = read_output(output, lambda x: Leaf(x, isinstance(x, T)), *given)
         self._keep(returned, GroupOutputs(samples.rows, program, returned.with_graph()))
@@ -233,21 +235,12 @@ class ForwardRecord:
         """Runs samples together."""
         if self._by_program(samples):
             return
-        try:
-            self._at_once(samples)
-        except NotCompiled as error:
-            self.model.not_compiled(self.model.settings, str(error))
-            self.inside = None
-            self._at_once(samples)
-
-    def _at_once(self, samples: Samples) -> None:
         self._begin()
         group = self.model.group(samples.size)
-        inside = InsideLoss(self.inside, group) if self.inside is not None else None
         try:
             with group.level:
                 sample = samples.tree(group.wrap)
-                with self._eagerly(), self.model.called_by(inside):
+                with self._eagerly():
                     output = group.watch(partial(self.call, sample))
                 given = group.read, samples.rows, samples.size
                 returned = read_output(output, *given)
@@ -258,11 +251,7 @@ class ForwardRecord:
         if self.read_data:
             self._compare_state(changes)
         group.free_copies()
-        program, outputs = None, returned.with_graph()
-        if inside is not None and inside.program is not None:
-            program = inside.program
-            inside.check(list(outputs.values()))
-        self._keep(returned, GroupOutputs(samples.rows, program or group, outputs))
+        self._keep(returned, GroupOutputs(samples.rows, group, returned.with_graph()))
 
     def alone(self, samples: Samples, i: int) -> None:
         """Runs one sample by plain autograd."""
@@ -462,7 +451,7 @@ class ForwardRecord:
             by_id = gradients_alone(outputs, grads, leaves, names, kept)
             total.add_one(int(some.rows), by_id)
             return [by_id.get(id(x)) for x in self.leaves]
-        if isinstance(some.group, CompiledGroup):
+        if isinstance(some.group, (CompiledGroup, ClippedStep)):
             some.group.add_to(total, some.rows, outputs, grads)
             return [None] * len(self.leaves)
         given = some.rows, some.group, outputs, grads, params, self.leaves

@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 import weakref
 from contextlib import contextmanager, nullcontext
-from functools import partial
 from typing import Any, Callable, ContextManager, Iterator, Sequence
 
 import torch
@@ -15,14 +14,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils._pytree import tree_map_only
 
-from opacus_ext.grad_sample.adapter.compiled import CompiledModel, InsideLoss
-from opacus_ext.grad_sample.adapter.forward import ForwardRecord
-from opacus_ext.grad_sample.adapter.inputs import InputReader, Inputs
-from opacus_ext.grad_sample.adapter.outputs import Leaf
-from opacus_ext.grad_sample.adapter.passes import Passes
-from opacus_ext.grad_sample.adapter.state import State
-from opacus_ext.grad_sample.core.clip import ClippedSum
-from opacus_ext.grad_sample.core.dynamo import (
+from opacus_ext.grad_sample.adapter.compiled import (
+    CompiledModel,
+    CompiledStep,
     Settings,
     count_a_frame,
     set_compiler,
@@ -30,6 +24,12 @@ from opacus_ext.grad_sample.core.dynamo import (
     settings_of,
     skip,
 )
+from opacus_ext.grad_sample.adapter.forward import ForwardRecord
+from opacus_ext.grad_sample.adapter.inputs import InputReader, Inputs
+from opacus_ext.grad_sample.adapter.outputs import Leaf
+from opacus_ext.grad_sample.adapter.passes import Passes
+from opacus_ext.grad_sample.adapter.state import State
+from opacus_ext.grad_sample.core.clip import ClippedSum
 from opacus_ext.grad_sample.core.gradients import refuse_hooks
 from opacus_ext.grad_sample.core.group import SampleGroup
 from opacus_ext.grad_sample.core.groups import Samples, in_groups
@@ -116,8 +116,7 @@ class PrivateModel:
         self.zeros_leave_nothing = False  # True if a sample of zeros changed no state
         self.settings = settings_of(module)
         self.has_compiled = any(map(settings_of, module.modules()))
-        self._compiled: dict[type, CompiledModel] = {}  # by type of the mode
-        self._inside: InsideLoss | None = None
+        self._compiled: dict[type, CompiledModel] = {}  # by type of what calls it
 
     # -- the model ---------------------------------------------------------------------
 
@@ -234,7 +233,7 @@ class PrivateModel:
     def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Handles a call of the model, or of the wrapper around it."""
         if not self.enabled or self.running or not torch.is_grad_enabled():
-            return self._called(module, *args, **kwargs)
+            return module._call_impl(*args, **kwargs)
         compiler, settings = set_compiler(None), self.settings
         if compiler is not None:
             settings = settings_from(compiler) or settings
@@ -248,7 +247,10 @@ class PrivateModel:
                 inputs = self.inputs.read(args, self._of_samples(kwargs))
                 record = self.record_type(self, inputs, forward)
                 if settings and self._can_compile(settings, inputs, module):
-                    record.compiled = self._compiled_in(settings)
+                    call = self._inner()._call_impl
+                    code = lambda sample: call(*sample[0], **sample[1])  # noqa: E731
+                    kind = CompiledModel, type(None), settings, code
+                    record.compiled = self._compiled_in(*kind)
                 return record.output()
         finally:
             set_compiler(compiler)
@@ -298,36 +300,22 @@ class PrivateModel:
             self.stepped_by = weakref.ref(x.optimizer)
         return getattr(x.loss_per_sample, x.loss_reduction)()
 
-    def _called(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if self._inside is None or not torch.is_grad_enabled():
-            return module._call_impl(*args, **kwargs)
-        return self._inside(args, kwargs)
-
-    @contextmanager
-    def called_by(self, inside: InsideLoss | None) -> Iterator[None]:
-        """Lets the loss that is called in the block call a compiled program."""
-        self._inside = inside
-        try:
-            yield
-        finally:
-            self._inside = None
-
     def losses(self, kwargs: dict[str, Any], loss_of: Callable) -> T:
         """Returns losses ``[B]`` of ``loss_of(model, **kwargs)`` for each sample."""
 
         def loss(sample: Any) -> T:
-            return loss_of(partial(self._called, self.module), **sample[1])
+            return loss_of(self.module._call_impl, **sample[1])
 
         with self.telling("forward pass"):
             self.check_hooks()
             inputs = self.inputs.read((), kwargs)
-            return self._losses(inputs, loss)
-
-    def _losses(self, inputs: Inputs, loss: Callable[[Any], T], *total: Any) -> T:
-        record = self.record_type(self, inputs, loss, *total)
-        if self.settings is not None and self._can_compile(self.settings, inputs):
-            record.inside = partial(self._compiled_in, self.settings)
-        return record.losses()
+            record = self.record_type(self, inputs, loss)
+            if self.settings is not None and self._can_compile(self.settings, inputs):
+                call = self._inner()._call_impl
+                code = lambda sample: loss_of(call, **sample[1])  # noqa: E731
+                kind = CompiledModel, type(loss_of), self.settings, code
+                record.compiled = self._compiled_in(*kind)
+            return record.losses()
 
     def clip(self, samples: list[Samples], loss: Callable[[Any], T], total: Any) -> T:
         """
@@ -339,7 +327,12 @@ class PrivateModel:
             size = sum(some.size for some in samples)
             if not samples:
                 return torch.zeros(0)
-            return self._losses(Inputs(samples, size), loss, total)
+            inputs = Inputs(samples, size)
+            record = self.record_type(self, inputs, loss, total)
+            if self.settings is not None and self._can_compile(self.settings, inputs):
+                kind = CompiledStep, CompiledStep, self.settings, loss
+                record.compiled = self._compiled_in(*kind)
+            return record.losses()
 
     def _can_compile(
         self, settings: Settings, inputs: Inputs, module: nn.Module | None = None
@@ -361,12 +354,20 @@ class PrivateModel:
             self.not_compiled(settings, reason)
         return reason is None
 
-    def _compiled_in(self, settings: Settings, mode: Any = None) -> CompiledModel:
-        """Returns the compiled programs for calls in a torch function mode."""
-        last, params = self._compiled.get(type(mode)), [*map(id, self.params.values())]
+    def _inner(self) -> nn.Module:
+        """Returns the module that is compiled, without what is wrapped around it."""
+        module = getattr(self.module, "_orig_mod", self.module)
+        return module.module if isinstance(module, DDP) else module
+
+    def _compiled_in(
+        self, kind: type[CompiledModel], key: type, settings: Settings, code: Callable
+    ) -> CompiledModel:
+        """Returns the programs of code that runs a sample, by the type of its loss."""
+        last, params = self._compiled.get(key), [*map(id, self.params.values())]
         same = last is not None and last.settings == settings
         if last is None or not same or [id(p) for p in last.params] != params:
-            last = self._compiled[type(mode)] = CompiledModel(self, settings, mode)
+            last = self._compiled[key] = kind(self, settings, code)
+        last.code = code
         return last
 
     def not_compiled(self, settings: Settings, reason: str) -> None:

@@ -1,4 +1,4 @@
-"""Private functions of torch that the core needs; for compilers see dynamo.py."""
+"""Private functions of torch that the core needs."""
 
 from __future__ import annotations
 

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from opacus_ext.grad_sample.adapter.compiled import settings_of
 from opacus_ext.grad_sample.core.clip import ClippedSum
-from opacus_ext.grad_sample.core.dynamo import settings_of
 from opacus_ext.grad_sample.modes.ghost import BookKeeping
 
 logger = logging.getLogger(__name__)

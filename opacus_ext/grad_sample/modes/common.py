@@ -14,9 +14,9 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel as DDP
 
+from opacus_ext.grad_sample.adapter.compiled import settings_of
 from opacus_ext.grad_sample.adapter.forward import ForwardRecord
 from opacus_ext.grad_sample.adapter.model import PrivateModel
-from opacus_ext.grad_sample.core.dynamo import settings_of
 from opacus_ext.grad_sample.core.sharded import refuse_shards, refuse_tensor_parallel
 from opacus_ext.grad_sample.parallel.model import ParallelModel
 from opacus_ext.grad_sample.parallel.sharded import ShardedModel
