@@ -127,10 +127,9 @@ class _Distributed(Base):
     def step(self, closure: Optional[Any] = None) -> Optional[float]:
         """See ``DPOptimizer``; drops weights that FSDP2 gathered before the step."""
         found = super().step(closure)
-        private = getattr(self.mode, "private", None)
-        processes = getattr(private, "processes", None)
-        if processes is not None:
-            processes.reshard()
+        shards = getattr(getattr(self.mode, "private", None), "shards", None)
+        if shards is not None:
+            shards.processes.reshard()
         return found
 
     def _draws_noise(self) -> bool:
