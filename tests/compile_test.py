@@ -564,7 +564,7 @@ def test_what_fills_up_a_program_is_looked_at():
     rows = torch.tensor([[1.0, 1.0], [math.nan, 0.0]])
     norms.finish({id(p): GradSample(p.shape, 2, rows)})
     own = torch.tensor([True, False])
-    found, _ = norms_and_sums(norms, torch.ones_like, own=own)
+    found, _ = norms_and_sums(norms, torch.ones_like, counts=own)
     assert not found.isfinite().all()
     _, (total,) = safe_norms_and_sums(norms, torch.ones_like)
     assert total.tolist() == [1, 1]

@@ -15,6 +15,7 @@ import torch
 
 from opacus_ext.clipping import check_parameters, is_built_in
 from opacus_ext.grad_sample.core.gradients import SMALL, GradSamples, gradients_of_group
+from opacus_ext.grad_sample.core.group import SampleGroup
 from opacus_ext.grad_sample.core.two_passes import add_in_two_passes
 from opacus_ext.grad_sample.factors import (
     ROUNDING,
@@ -41,26 +42,42 @@ def totals_of(norms: T) -> T:
     return scaled_norms(norms.mT) if norms.dim() > 1 else norms
 
 
+# -- the norms of a group --------------------------------------------------------------
+
+
 class GroupNorms:
     """
     The gradient norms of a group, ``[B]`` or per parameter ``[parameters, B]``, in
-    float32 or wider; NaN where rounding may have changed a norm, as large terms have
-    canceled. With ``keep`` the gradients are kept for the weighted sum.
+    float32 or wider. A norm is NaN where rounding may have changed it, as large terms
+    have canceled.
+
+    Args:
+        params: parameters
+        size: number of samples
+        per_parameter: True for norms of each parameter
+        keep: True if the gradients are kept for the weighted sum
     """
 
+    norms: T  # set by :meth:`finish`
+
     def __init__(
-        self, params: Sequence[T], size: int, per_parameter: bool = False, keep=True
+        self,
+        params: Sequence[T],
+        size: int,
+        per_parameter: bool = False,
+        keep: bool = True,
     ):
         self.params, self.size = params, size
-        self.keys = list(map(id, params))
         self.per_parameter, self.keep = per_parameter, keep
+        self.keys = list(map(id, params))
         self.device = params[0].device
         self.dtype = torch.promote_types(params[0].dtype, torch.float32)
         self.samples: GradSamples = {}
-        self._small: list[int] = []  # keys of gradients that are concatenated
-        self._rows: T | None = None  # those gradients, [B, entries]
         self._squares: dict[int, Squares] = {}
-        self._wide = False  # True if some gradients are sums of bfloat16 products
+        # Small gradients are concatenated: one product sums them all.
+        self._small: list[int] = []  # their keys
+        self._small_rows: T | None = None  # [B, entries]
+        self._sums_wide = False  # True if some gradients are sums of bfloat16 products
         self._budget = workspace() if keep else 0
 
     def add(self, p: T, sample: GradSample) -> None:
@@ -70,23 +87,24 @@ class GroupNorms:
 
     def _square(self, key: int, sample: GradSample) -> None:
         squares = sample.squares(cache=self._budget)
-        self._wide |= sample.sums_wide
+        self._sums_wide |= sample.sums_wide
         self._budget -= sample.cached_bytes
         if not self.keep:
             sample.clear()
         values, least = squares
         if values.dtype != self.dtype or values.device != self.device:
-            kind: Any = self.device, self.dtype
-            least = None if least is None else least.to(*kind)
-            squares = Squares(values.to(*kind), least)
+            values = values.to(self.device, self.dtype)
+            if least is not None:
+                least = least.to(self.device, self.dtype)
+            squares = Squares(values, least)
         self._squares[key] = squares
 
     def finish(self, samples: GradSamples) -> T:
-        """Returns the norms; missing parameters have a gradient of zero."""
+        """Returns the norms; parameters that are missing have a gradient of zero."""
         self.samples = samples
         if not self.per_parameter:
             self._concatenate_small()
-        small = {*self._small}
+        small = set(self._small)
         for key in self.keys:
             if key in samples and key not in self._squares and key not in small:
                 self._square(key, samples[key])
@@ -100,25 +118,47 @@ class GroupNorms:
             self.norms = self.norms.masked_fill(squares < least, math.nan)
         return self.norms
 
+    def _concatenate_small(self) -> None:
+        """Concatenates small gradients that are materialized already."""
+        rows: dict[int, T] = {}
+        for key, sample in self.samples.items():
+            if sample.numel > SMALL or key in self._squares:
+                continue
+            flat = sample.flat()
+            if flat is not None and flat.device == self.device:
+                rows[key] = flat
+        keys = [key for key in self.keys if key in rows]
+        if len(keys) > 1:
+            self._small = keys
+            # torch.cat converts to the widest dtype, which is that of norms.
+            parts = [rows[key] for key in keys]
+            self._small_rows = torch.cat(parts, dim=1).to(self.dtype)
+
+    def _zeros(self) -> T:
+        return torch.zeros(self.size, dtype=self.dtype, device=self.device)
+
     def _of_each_parameter(self) -> Squares:
         """Returns squares ``[parameters, B]``."""
-        zeros = torch.zeros(self.size, dtype=self.dtype, device=self.device)
-        parts = [self._squares.get(key, Squares(zeros)) for key in self.keys]
-        least = [zeros if part.least is None else part.least for part in parts]
-        values = torch.stack([part.values for part in parts])
-        return Squares(values.clamp_(min=0), torch.stack(least))
+        values, least, zeros = [], [], self._zeros()
+        for key in self.keys:
+            squares = self._squares.get(key, Squares(zeros))
+            values.append(squares.values)
+            least.append(zeros if squares.least is None else squares.least)
+        return Squares(torch.stack(values).clamp_(min=0), torch.stack(least))
 
     def _of_all_parameters(self) -> Squares:
         """Returns squares ``[B]``."""
         parts = list(self._squares.values())
-        if self._rows is not None:
-            parts.append(Squares(square_sum(self._rows)))
+        if self._small_rows is not None:
+            parts.append(Squares(square_sum(self._small_rows)))
         if not parts:
-            zeros = torch.zeros(self.size, dtype=self.dtype, device=self.device)
-            return Squares(zeros)
+            return Squares(self._zeros())
+        # Rounding can make a square slightly negative where gradients cancel.
         values = torch.stack([part.values for part in parts]).clamp_(min=0).sum(0)
         least = [part.least for part in parts if part.least is not None]
-        return Squares(values, torch.stack(least).sum(0) if least else None)
+        if not least:
+            return Squares(values)
+        return Squares(values, torch.stack(least).sum(0))
 
     @property
     def norms_from_above(self) -> T:
@@ -141,27 +181,12 @@ class GroupNorms:
         """Returns the exact norms of some samples, given :meth:`wide` of each."""
         return ExactGroup(self, samples, wide)
 
-    def _concatenate_small(self) -> None:
-        """Concatenates small gradients that are materialized already."""
-        rows = {}
-        for key, sample in self.samples.items():
-            if sample.numel <= SMALL and key not in self._squares:
-                flat = sample.flat()
-                if flat is not None and flat.device == self.device:
-                    rows[key] = (
-                        flat if flat.dtype == self.dtype else flat.to(self.dtype)
-                    )
-        known = rows.keys() & set(self.keys)
-        if len(known) > 1:
-            self._small = [key for key in self.keys if key in known]
-            self._rows = torch.cat([rows[key] for key in self._small], dim=1)
-
     def drop(self, bad: T) -> None:
         """Sets the gradients of the samples of a mask ``[B]`` to zero."""
         for sample in self.samples.values():
             sample.drop(bad)
-        if self._rows is not None:
-            self._rows = self._rows.masked_fill(bad[:, None], 0)
+        if self._small_rows is not None:
+            self._small_rows = self._small_rows.masked_fill(bad[:, None], 0)
 
     def rounded(self, factors: T) -> T:
         """
@@ -169,19 +194,20 @@ class GroupNorms:
         those of bfloat16 models are rounded down to 8 bits: a clipped gradient has the
         same direction, and is up to 0.8 % shorter than the bound.
         """
-        return rounded_down(factors).bfloat16() if self._wide else factors
+        return rounded_down(factors).bfloat16() if self._sums_wide else factors
 
     def small_sums(self, factors: T) -> dict[int, T]:
         """
         Returns, by the ids of the parameters, the weighted sums of small gradients that
         :meth:`finish` has concatenated.
         """
-        if self._rows is None:
-            return {}
-        total = factors.to(self._rows) @ self._rows
-        sizes = [self.samples[key].numel for key in self._small]
-        pairs = zip(self._small, total.split(sizes))
-        return {key: part.view(self.samples[key].shape) for key, part in pairs}
+        sums: dict[int, T] = {}
+        if self._small_rows is not None:
+            total = factors.to(self._small_rows) @ self._small_rows
+            sizes = [self.samples[key].numel for key in self._small]
+            for key, part in zip(self._small, total.split(sizes)):
+                sums[key] = part.view(self.samples[key].shape)
+        return sums
 
     def weighted_sums(self, factors: T) -> Iterator[T | None]:
         """
@@ -201,8 +227,8 @@ class GroupNorms:
                 yield self.samples[key].weighted_sum(weights)
 
     def rows_of(self, p: T) -> slice | None:
-        """Returns the samples that have gradients of a parameter; None for none."""
-        return slice(None) if any(p is q for q in self.params) else None
+        """Selects the samples to which the gradients of ``p`` belong; None for none."""
+        return slice(None) if id(p) in self.keys else None
 
 
 class ExactGroup:
@@ -222,14 +248,14 @@ class ExactGroup:
     def __init__(self, group: GroupNorms, samples: T, wide: GradSamples):
         self.group, self.params = group, group.params
         self.samples, self.gradients = samples, wide
-        kind: Any = dict(dtype=torch.float64, device=group.params[0].device)
-        norms = torch.zeros(len(self.params), len(samples), **kind)
+        shape, device = (len(self.params), len(samples)), group.device
+        norms = torch.zeros(shape, dtype=torch.float64, device=device)
         for i, p in enumerate(self.params):
             if id(p) in wide:
                 norms[i, self._has(p)] = wide[id(p)].exact_norms().to(norms)
         self.norms = self._of_all(norms)
 
-    def _has(self, p: T) -> Any:
+    def _has(self, p: T) -> slice | T:
         """Indexes those of the samples that have gradients of a parameter."""
         return slice(None)
 
@@ -246,10 +272,15 @@ class ExactGroup:
     def weighted_sums(self, factors: T) -> Iterator[T | None]:
         """See :meth:`GroupNorms.weighted_sums`."""
         for i, p in enumerate(self.params):
-            sample = self.gradients.get(id(p))
-            own = factors[i] if factors.dim() > 1 else factors
-            own = own[self._has(p)].to(p.device, torch.float64)
-            yield None if sample is None else sample.weighted_sum(own)
+            if id(p) not in self.gradients:
+                yield None
+                continue
+            weights = factors[i] if self.group.per_parameter else factors
+            weights = weights[self._has(p)].to(p.device, torch.float64)
+            yield self.gradients[id(p)].weighted_sum(weights)
+
+
+# -- clipping factors ------------------------------------------------------------------
 
 
 class Clipped(NamedTuple):
@@ -271,15 +302,18 @@ class Clipped(NamedTuple):
         """Adds what was computed anew to the sums of the other samples."""
         if self.exact is None or self.exact_factors is None:
             return sums
-        exact = self.exact.weighted_sums(self.exact_factors)
-        return (
-            one if two is None else two if one is None else one + two.to(one)
-            for one, two in zip(sums, exact)
-        )
+        return map(_added, sums, self.exact.weighted_sums(self.exact_factors))
+
+
+def _added(total: T | None, other: T | None) -> T | None:
+    """Adds two sums, of which one may be missing, in the dtype of the first."""
+    if total is None or other is None:
+        return other if total is None else total
+    return total + other.to(total)
 
 
 def clipping_factors(
-    clipping: Callable[[T], T], norms: T, scale: Any, bad: T | None = None
+    clipping: Callable[[T], T], norms: T, scale: float | T, bad: T | None = None
 ) -> T:
     """
     Returns clipping factors, divided by ``scale`` and 0 where ``bad``. The norms are
@@ -293,7 +327,9 @@ def clipping_factors(
             parameter="clipping",
             remedy="It must give one factor for each norm.",
         )
-    return _over(factors if bad is None else factors.masked_fill(bad, 0), scale)
+    if bad is not None:
+        factors = factors.masked_fill(bad, 0)
+    return _over(factors, scale)
 
 
 def is_finite(norms: T) -> bool:
@@ -307,7 +343,7 @@ def _not_finite(norms: T) -> T:
     return bad.any(0) if bad.dim() > 1 else bad
 
 
-def _over(x: T, scale: Any) -> T:
+def _over(x: T, scale: float | T) -> T:
     """Divides by the scale of the losses, which is 1 but for float16."""
     return x if isinstance(scale, float) and scale == 1 else x / scale
 
@@ -315,17 +351,16 @@ def _over(x: T, scale: Any) -> T:
 def norms_and_sums(
     group: GroupNorms,
     clipping: Callable[[T], T],
-    scale: Any = 1.0,
-    own: Any = True,
+    scale: float | T = 1.0,
+    counts: T | bool = True,
 ) -> tuple[T, list[T | None]]:
     """
     Returns the norms and clipped sums of a finished group, in compiled code. Samples
-    that are not in the mask ``own`` add zero. The sums are valid only if all norms are
-    finite.
+    that are not in the mask ``counts`` add zero. The sums are valid only if all norms
+    are finite.
     """
     norms = _over(group.norms, scale)
-    finite = norms.isfinite()
-    bad = ~((finite.all(0) if finite.dim() > 1 else finite) & own)
+    bad = ~(~_not_finite(norms) & counts)
     factors = group.rounded(clipping_factors(clipping, norms, scale, bad))
     return norms, list(group.weighted_sums(factors))
 
@@ -345,25 +380,28 @@ def safe_norms_and_sums(
     return norms, list(group.weighted_sums(factors))
 
 
-def sums_by_name(params: dict[str, T], found: Sequence[T | None]) -> dict[str, T]:
+def sums_by_name(params: dict[str, T], totals: Sequence[T | None]) -> dict[str, T]:
     """
     Returns the sums by name, in float32 or wider: rounding to bfloat16 before the noise
     can exceed the sensitivity. None becomes zero.
     """
     sums = {}
-    for (name, p), x in zip(params.items(), found):
+    for (name, p), total in zip(params.items(), totals):
         dtype = p.dtype
         if dtype != torch.float32:
             dtype = torch.promote_types(dtype, torch.float32)
-        if x is None:
-            x = p.new_zeros(p.shape, dtype=dtype)
-        elif x.dtype != dtype or x.device != p.device:
-            x = x.to(p.device, dtype)
-        sums[name] = x
+        if total is None:
+            total = p.new_zeros(p.shape, dtype=dtype)
+        elif total.dtype != dtype or total.device != p.device:
+            total = total.to(p.device, dtype)
+        sums[name] = total
     return sums
 
 
-class Whole:
+# -- totals ----------------------------------------------------------------------------
+
+
+class AllOrNothing:
     """
     Code that adds to a total. If it fails in its middle, a part of the gradients is in
     the total, so that later attempts to add to it fail with the same error.
@@ -412,17 +450,21 @@ class ClippedSum:
         norms_of: Callable[..., GroupNorms] = GroupNorms,
         reduce: Reduce | None = None,
     ):
-        self.passes, self.norms_of, self.reduce = passes, norms_of, reduce
         self.names, self.params = list(params), list(params.values())
         check_parameters(clipping, len(self.params))
         self.clipping, self.on_nonfinite, self.scale = clipping, on_nonfinite, scale
+        self.passes, self.norms_of, self.reduce = passes, norms_of, reduce
         self.per_parameter = getattr(clipping, "per_parameter", False)
         dtype = torch.promote_types(self.params[0].dtype, torch.float32)
         self.norms = torch.zeros(size, dtype=dtype, device=self.params[0].device)
         self._totals: list[T | None] = [None] * len(self.params)
-        self._whole = Whole()
+        self._adding = AllOrNothing()
 
-    def add_group(self, rows: T | None, group: Any, *given: Any) -> list[T | None]:
+    # -- groups ------------------------------------------------------------------------
+
+    def add_group(
+        self, rows: T | None, group: SampleGroup, *backward: Any
+    ) -> list[T | None]:
         """
         Adds the gradients of a group, and returns those of the inputs.
 
@@ -430,15 +472,15 @@ class ClippedSum:
             rows: indices of its samples in the batch ``[size]``; None for all. A sample
                 that only stands in, as other processes have more, has -1
             group: the group that has run
-            given: see :func:`~gradients.gradients_of_group`
+            backward: see :func:`~gradients.gradients_of_group`
         """
         if rows is not None and int(rows[0]) < 0:
-            _, of_inputs = gradients_of_group(group, *given)
+            _, of_inputs = gradients_of_group(group, *backward)
             self.add_nothing()
             return of_inputs
         if self.passes == 2:
-            return add_in_two_passes(self, rows, group, *given)
-        samples, of_inputs = gradients_of_group(group, *given)
+            return add_in_two_passes(self, rows, group, *backward)
+        samples, of_inputs = gradients_of_group(group, *backward)
         self.add(rows, self.group_norms(group.size), samples)
         return of_inputs
 
@@ -455,23 +497,20 @@ class ClippedSum:
         """Adds the gradients of a group."""
         self.reached |= bool(samples)
         with full_precision(self.norms.device):
-            self._add_clipped(rows, group, samples)
+            group.finish(samples)
+            exact = functools.partial(self._exact, group, samples)
+            clipped = self.clip(rows, group, exact)
+            if clipped.apart is not None:
+                group.drop(clipped.apart)
+            sums = group.weighted_sums(group.rounded(clipped.factors))
+            self.put(clipped.join(sums))
 
-    def _add_clipped(
-        self, rows: T | None, group: GroupNorms, samples: GradSamples
-    ) -> None:
-        group.finish(samples)
-
-        def exact(at: T) -> ExactGroup:
-            params = [p for p in self.params if id(p) in samples]
-            wide = {id(p): group.wide(p, samples[id(p)], at) for p in params}
-            return group.exact(at, wide)
-
-        clipped = self.clip(rows, group, exact)
-        if clipped.apart is not None:
-            group.drop(clipped.apart)
-        sums = group.weighted_sums(group.rounded(clipped.factors))
-        self.put(clipped.join(sums))
+    def _exact(self, group: GroupNorms, samples: GradSamples, at: T) -> ExactGroup:
+        wide: GradSamples = {}
+        for p in self.params:
+            if id(p) in samples:
+                wide[id(p)] = group.wide(p, samples[id(p)], at)
+        return group.exact(at, wide)
 
     def add_clipped(self, rows: T | None, norms: T, sums: list[T | None]) -> None:
         """Adds sums that were clipped with these norms, which are finite."""
@@ -481,10 +520,24 @@ class ClippedSum:
         self._set_norms(rows, totals_of(norms))
         self.put(sums)
 
+    def add_nothing(self) -> None:
+        """Takes part in a sum of all processes without samples."""
+        self._add([None] * len(self.params))
+
     def put(self, sums: Iterable[T | None]) -> None:
         """Adds the sums of some samples."""
-        with self._whole:
+        with self._adding:
             self._add(sums)
+
+    def _add(self, sums: Iterable[T | None]) -> None:
+        if self.reduce is not None:
+            sums = self.reduce(sums)
+        for i, new in enumerate(sums):
+            if new is not None:
+                old = self._totals[i]
+                self._totals[i] = new if old is None else old.add_(new)
+
+    # -- clipping ----------------------------------------------------------------------
 
     def clip(
         self, rows: T | None, group: GroupNorms, exact: Callable[[T], ExactGroup]
@@ -499,16 +552,15 @@ class ClippedSum:
             return Clipped(self._factors(norms))
         apart = _not_finite(norms)
         (at,) = apart.nonzero(as_tuple=True)
-        found = exact(at)
+        anew = exact(at)
         norms = norms.clone()
-        norms[..., at] = _over(found.norms, self.scale).to(norms)
+        norms[..., at] = _over(anew.norms, self.scale).to(norms)
         norms, bad = self._check_finite(norms, rows)
         self._set_norms(rows, group.totals(norms))
         factors = self._factors(norms, bad)
         if bad is not None:
-            found.drop(bad[at])
-        own = factors[..., at]
-        return Clipped(factors.masked_fill(apart, 0), apart, found, own)
+            anew.drop(bad[at])
+        return Clipped(factors.masked_fill(apart, 0), apart, anew, factors[..., at])
 
     def _factors(self, norms: T, bad: T | None = None) -> T:
         factors = clipping_factors(self.clipping, norms, self.scale, bad)
@@ -532,66 +584,6 @@ class ClippedSum:
                 remedy="Its factors times the norms, of all parameters together, must "
                 "not exceed what sensitivity or largest_norm returns.",
             )
-
-    @torch.no_grad()
-    def add_one(self, row: int, by_id: dict[int, T]) -> None:
-        """
-        Adds the gradient of one sample, given by the ids of the parameters. The row of
-        a sample that only stands in is -1.
-        """
-        if row < 0:
-            self.add_nothing()
-            return
-        used = [i for i, p in enumerate(self.params) if id(p) in by_id]
-        self.reached |= bool(used)
-        dense = [upcast(by_id[id(self.params[i])]) for i in used]
-        norms, bad = self._norms_alone(used, norm_of_each(dense)), None
-        rows = torch.tensor([row], device=norms.device)
-        norms = norms if self.per_parameter else norms.norm(dim=0)
-        if not is_finite(norms):  # squares may be too large
-            each = [scaled_norms(g.double().reshape(1, -1))[0] for g in dense]
-            norms = self._norms_alone(used, each)
-            norms = norms if self.per_parameter else scaled_norms(norms.mT)
-            norms, bad = self._check_finite(norms, rows)
-        self._set_norms(rows, totals_of(norms))
-        factors = self._factors(norms, bad)
-        if bad is not None:
-            used, dense = [], []
-        if self.per_parameter:
-            dense = [g * factors[i, 0].to(g) for i, g in zip(used, dense)]
-        factor = 1.0 if self.per_parameter else float(factors[0])
-        with self._whole:
-            self._add_dense(used, dense, factor)
-
-    def _norms_alone(self, used: list[int], each: list[T]) -> T:
-        """Returns norms ``[parameters, 1]``, given those of the used parameters."""
-        dtype = dtype_of(self.norms.dtype, *(n.dtype for n in each))
-        norms = self.norms.new_zeros(len(self.params), 1, dtype=dtype)
-        if used:
-            norms[used, 0] = torch.stack([n.to(norms) for n in each])
-        return _over(norms, self.scale)
-
-    def _add_dense(self, places: list[int], dense: list[T], factor: float) -> None:
-        """Adds a multiple of gradients of the parameters at some places."""
-        if self.reduce is not None:
-            by_place = dict(zip(places, dense))
-            count = range(len(self.params))
-            self._add(by_place[i] * factor if i in by_place else None for i in count)
-            return
-        for i, g in zip(places, dense):
-            if self._totals[i] is None:
-                kind = torch.contiguous_format
-                self._totals[i] = torch.zeros_like(g, memory_format=kind)
-        if places:
-            torch._foreach_add_([self._totals[i] for i in places], dense, alpha=factor)
-
-    def sums(self) -> dict[str, T]:
-        """Returns the clipped sums by name."""
-        if self.reduce is not None:
-            if self._totals[0] is None:
-                self.add_nothing()  # no process had samples
-            return dict(zip(self.names, self._totals))
-        return sums_by_name(dict(zip(self.names, self.params)), self._totals)
 
     def _set_norms(self, rows: T | None, norms: T) -> None:
         if rows is None:
@@ -618,17 +610,71 @@ class ClippedSum:
         warnings.warn(f"{what}error. {advice}", RuntimeWarning, stacklevel=4)
         return norms.masked_fill(bad, math.inf), bad
 
-    def add_nothing(self) -> None:
-        """Takes part in a sum of all processes without samples."""
-        self._add([None] * len(self.params))
+    # -- one sample --------------------------------------------------------------------
 
-    def _add(self, sums: Iterable[T | None]) -> None:
+    @torch.no_grad()
+    def add_one(self, row: int, by_id: dict[int, T]) -> None:
+        """
+        Adds the gradient of one sample, given by the ids of the parameters. The row of
+        a sample that only stands in is -1.
+        """
+        if row < 0:
+            self.add_nothing()
+            return
+        used = [i for i, p in enumerate(self.params) if id(p) in by_id]
+        self.reached |= bool(used)
+        dense = [upcast(by_id[id(self.params[i])]) for i in used]
+        norms, bad = self._norms_alone(used, norm_of_each(dense)), None
+        rows = torch.tensor([row], device=norms.device)
+        norms = norms if self.per_parameter else norms.norm(dim=0)
+        if not is_finite(norms):  # squares may be too large
+            scaled = [scaled_norms(g.double().reshape(1, -1))[0] for g in dense]
+            norms = self._norms_alone(used, scaled)
+            norms = norms if self.per_parameter else scaled_norms(norms.mT)
+            norms, bad = self._check_finite(norms, rows)
+        self._set_norms(rows, totals_of(norms))
+        factors = self._factors(norms, bad)
+        if bad is not None:
+            used, dense = [], []
+        factor = 1.0
+        if self.per_parameter:
+            dense = [g * factors[i, 0].to(g) for i, g in zip(used, dense)]
+        else:
+            factor = float(factors[0])
+        with self._adding:
+            self._add_dense(used, dense, factor)
+
+    def _norms_alone(self, used: list[int], norms_of_used: list[T]) -> T:
+        """Returns norms ``[parameters, 1]``, given those of the used parameters."""
+        dtypes = [norm.dtype for norm in norms_of_used]
+        dtype = dtype_of(self.norms.dtype, *dtypes)
+        norms = self.norms.new_zeros(len(self.params), 1, dtype=dtype)
+        if used:
+            norms[used, 0] = torch.stack([norm.to(norms) for norm in norms_of_used])
+        return _over(norms, self.scale)
+
+    def _add_dense(self, places: list[int], dense: list[T], factor: float) -> None:
+        """Adds a multiple of gradients of the parameters at some places."""
         if self.reduce is not None:
-            sums = self.reduce(sums)
-        for i, new in enumerate(sums):
-            if new is not None:
-                old = self._totals[i]
-                self._totals[i] = new if old is None else old.add_(new)
+            sums: list[T | None] = [None] * len(self.params)
+            for i, g in zip(places, dense):
+                sums[i] = g * factor
+            self._add(sums)
+            return
+        for i, g in zip(places, dense):
+            if self._totals[i] is None:
+                layout = torch.contiguous_format
+                self._totals[i] = torch.zeros_like(g, memory_format=layout)
+        if places:
+            torch._foreach_add_([self._totals[i] for i in places], dense, alpha=factor)
+
+    def sums(self) -> dict[str, T]:
+        """Returns the clipped sums by name."""
+        if self.reduce is None:
+            return sums_by_name(dict(zip(self.names, self.params)), self._totals)
+        if self._totals[0] is None:  # no process had samples
+            self.add_nothing()
+        return dict(zip(self.names, self._totals))
 
 
 class DenseGrads:
@@ -645,11 +691,13 @@ class DenseGrads:
     def __init__(self, params: dict[str, T], size: int, retain_graph: bool = False):
         self.params, self.size, self.retain_graph = params, size, retain_graph
         self.rows: dict[str, T] = {}
-        self._whole = Whole()
+        self._adding = AllOrNothing()
 
-    def add_group(self, rows: T | None, group: Any, *given: Any) -> list[T | None]:
+    def add_group(
+        self, rows: T | None, group: SampleGroup, *backward: Any
+    ) -> list[T | None]:
         """See :meth:`ClippedSum.add_group`."""
-        one_pass: Any = functools.partial(gradients_of_group, group, *given)
+        one_pass = functools.partial(gradients_of_group, group, *backward)
         samples, of_inputs = one_pass(retain_graph=self.retain_graph)
         self.add(rows, samples)
         return of_inputs
@@ -662,35 +710,36 @@ class DenseGrads:
         device = next((self.params[name].device for name in used), None)
         with full_precision(device):
             dense = [(name, sample.materialize()) for name, sample in used.items()]
-        with self._whole:
+        with self._adding:
             for name, new in dense:
                 self._put(name, rows, new)
 
     @torch.no_grad()
     def add_one(self, row: int, grads: dict[int, T]) -> None:
         """Adds the gradient of one sample, given by the ids of the parameters."""
-        with self._whole:
+        with self._adding:
             for name, p in self.params.items():
                 if id(p) in grads:
                     self._put(name, torch.tensor([row]), grads[id(p)][None])
 
     def _put(self, name: str, rows: T | None, new: T) -> None:
         old = self.rows.get(name)
-        if old is None and rows is not None:
-            old = self.rows[name] = new.new_zeros(self.size, *new.shape[1:])
-        if rows is not None:
-            old[rows.to(new.device)] += new
-        else:
+        if rows is None:
             self.rows[name] = new if old is None else old + new
+            return
+        if old is None:
+            old = self.rows[name] = new.new_zeros(self.size, *new.shape[1:])
+        old[rows.to(new.device)] += new
 
     def grads(self) -> dict[str, T]:
         """Returns the gradients by name, in the dtypes of the parameters."""
-        found = {}
+        grads = {}
         for name, p in self.params.items():
             rows = self.rows.get(name)
-            rows = p.new_zeros(self.size, *p.shape) if rows is None else rows
-            found[name] = rows.to(p.device, p.dtype)
-        return found
+            if rows is None:
+                rows = p.new_zeros(self.size, *p.shape)
+            grads[name] = rows.to(p.device, p.dtype)
+        return grads
 
 
 def refuse_no_graph(total: ClippedSum | DenseGrads, size: int) -> None:
