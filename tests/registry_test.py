@@ -1,8 +1,10 @@
 """Registering and its undoing: after ``unregister`` Opacus is as it was shipped."""
 
 import copy
+import cProfile
 import inspect
 import json
+import pstats
 import subprocess
 import sys
 import warnings
@@ -24,7 +26,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import opacus_ext
 from opacus_ext.grad_sample.rules.registry import RULES
 from opacus_ext.registry import MODES
-from tests.common import check, layer_modes, square_loss
+from tests.common import check, layer_modes, make_private, square_loss
 
 # Everything in Opacus that could be changed: functions and methods of its modules, and
 # the samplers by layer.
@@ -206,22 +208,60 @@ def scales():
     return nn.Sequential(nn.Linear(3, 3), Scale(3), nn.Tanh(), Scale(3)).double()
 
 
+def of_scale(x, weight):
+    return opacus_ext.Op((weight,), (x,), lambda backprops, x: [(backprops * x,)])
+
+
+def of_scale_of_all(x, weight):
+    return of_scale(x, weight)._replace(run_all=lambda params, x: x * params[0])
+
+
+def of_made(x, weight):
+    """What the factors are of is no argument: the rule does not apply."""
+    return of_scale(x, 1 * weight)
+
+
 @layer_modes
-def test_late_rule_is_found_by_every_mode(mode):
+@pytest.mark.parametrize("rule", [of_scale, of_scale_of_all, of_made])
+def test_late_rule_is_found_by_every_mode(mode, rule):
     """Without the rule the op is exact as well."""
     asked = []
     check(mode, True, scales(), torch.randn(4, 3).double(), square_loss)
-
-    @opacus_ext.register_rule(scale)
-    def of_scale(x, weight):
-        asked.append(1)
-        return opacus_ext.Op((weight,), (x,), lambda backprops, x: [(backprops * x,)])
-
+    noted = lambda *args: asked.append(1) or rule(*args)  # noqa: E731
+    opacus_ext.register_rule(scale)(noted)
     try:
         check(mode, True, scales(), torch.randn(4, 3).double(), square_loss)
         assert asked
     finally:
         del RULES[scale]
+
+
+# By name: a layer, an input, and the most calls of Python that it may add to its own.
+CALLS = {
+    "op without a parameter": (lambda: nn.Softplus(), 2),
+    "dropout": (lambda: nn.Dropout(0.1), 34),
+    "linear": (lambda: nn.Linear(3, 3), 42),
+    "norm": (lambda: nn.LayerNorm(3), 65),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_calls_of_a_forward(name):
+    """What a layer costs in eager code, told by that of ten more of them."""
+    build, most = CALLS[name]
+
+    def calls(count, private):
+        model = nn.Sequential(nn.Linear(3, 3), *(build() for _ in range(count)))
+        x = torch.randn(4, 3)
+        if private:
+            model = make_private(model, "ghost_bk", batch_size=4).module
+        model(x)
+        profile = cProfile.Profile()
+        profile.runcall(model, x)
+        return pstats.Stats(profile).total_calls
+
+    added = [calls(20, private) - calls(10, private) for private in (False, True)]
+    assert added[1] - added[0] <= 10 * most
 
 
 @pytest.mark.parametrize(

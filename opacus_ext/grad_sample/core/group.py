@@ -256,15 +256,21 @@ class SampleGroup(TorchFunctionMode):
 
     def run_op(self, func: Callable, /, *args: Any, **kwargs: Any) -> Any:
         """Runs an op without parameters: as one op of all samples, if that is known."""
-        if func in OF_ALL and not kwargs and current_level() == self.level.number:
-            batched = [type(x) not in _NO_TENSORS and _is_one_a_sample(x) for x in args]
-            given = zip(args, batched)
-            tensors = [self.level.unwrap(x) if own else x for x, own in given]
+        if func in OF_ALL and current_level() == self.level.number:
+            given = *args, *kwargs.values()
+            batched = [
+                type(x) not in _NO_TENSORS and _is_one_a_sample(x) for x in given
+            ]
             if True in batched:
+                rows = [
+                    self.level.unwrap(x) if own else _as_row(x)
+                    for x, own in zip(given, batched)
+                ]
+                named = dict(zip(kwargs, rows[len(args) :]))
                 with Outside():
-                    y = OF_ALL[func](batched, *tensors)
+                    y = OF_ALL[func](*rows[: len(args)], **named)
                 if y is not NotImplemented:
-                    return self.wrap(y)
+                    return self.wrap(y.expand(self.size, *y.shape[1:]))
         return func(*args, **kwargs)
 
     def check_in_place(self, func: Callable, args: tuple, shared: dict) -> None:
@@ -309,8 +315,8 @@ class SampleGroup(TorchFunctionMode):
             # A tensor that is no argument, but made of some, may need a gradient.
             if p.dtype.is_complex or p.requires_grad or is_batched(p):
                 return None
-        for x in op.data:
-            is_shared = id(x) in shared
+        for x, key in zip(op.data, map(id, op.data)):
+            is_shared = key in shared
             if x.dtype.is_complex or x.requires_grad and not is_shared:
                 return None
             by_data = by_data or not is_shared
@@ -425,6 +431,10 @@ class SampleGroup(TorchFunctionMode):
 
 def _is_one_a_sample(x: Any) -> bool:
     return (type(x) in _TENSORS or isinstance(x, T)) and is_batched(x)
+
+
+def _as_row(x: Any) -> Any:
+    return x[None] if isinstance(x, T) else x
 
 
 def _any_batched(args: Iterable) -> bool:

@@ -28,7 +28,6 @@ from opacus_ext.grad_sample.core.vmap import is_batched
 from opacus_ext.grad_sample.rules import (
     HANDLERS,
     IN_COMPILED,
-    NOT_COMPILED,
     RULES,
     NotAtOnce,
     Op,
@@ -161,10 +160,9 @@ class TracedGroup(SampleGroup):
     ) -> Any:
         if func is T.unflatten:
             func = torch.unflatten  # Dynamo does not trace super() in the method
-        run = partial(HANDLERS[func], self) if func in HANDLERS else self.call
+        by_handler = func in HANDLERS and func not in IN_COMPILED
+        run = partial(HANDLERS[func], self) if by_handler else self.call
         try:
-            if func in NOT_COMPILED:
-                raise NotAtOnce(NOT_COMPILED[func])
             return run(func, *args, **kwargs or {})
         except Exception as error:
             if self.signal is None:

@@ -19,8 +19,7 @@ is_batched: Callable[[Any], bool] = _functorch.is_batchedtensor
 #: Returns the number of the innermost level, of vmap or another transform, or None.
 current_level: Callable[[], Any] = _functorch.maybe_current_level
 #: Gives a tensor another node of the graph, which in-place changes do not replace.
-renewed: Callable[[torch.Tensor, Any], torch.Tensor]
-renewed = torch.ops.aten._unsafe_view.default._op
+renewed: Callable[..., torch.Tensor] = torch.ops.aten._unsafe_view.default._op
 
 
 class Level:

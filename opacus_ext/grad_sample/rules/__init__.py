@@ -16,7 +16,6 @@ from opacus_ext.grad_sample.rules import (  # noqa: F401
 from opacus_ext.grad_sample.rules.registry import (  # noqa: F401
     HANDLERS,
     IN_COMPILED,
-    NOT_COMPILED,
     OF_ALL,
     RULES,
     NotAtOnce,

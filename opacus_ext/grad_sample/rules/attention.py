@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, Callable, Sequence
+from typing import Any, Callable
 
 import torch
 from torch.nn import functional as F
 
 from opacus_ext.grad_sample.rules.registry import (
     IN_COMPILED,
-    handles,
     library_op,
     of_all,
 )
@@ -17,10 +16,14 @@ from opacus_ext.grad_sample.rules.registry import (
 T = torch.Tensor
 
 
-@handles(F.scaled_dot_product_attention)
+def _attention(*given: Any) -> T:
+    *first, scale, gqa = given
+    run: Callable = F.scaled_dot_product_attention
+    return run(*first, scale=scale, enable_gqa=gqa)
+
+
+@of_all(F.scaled_dot_product_attention)
 def attention(
-    group: Any,
-    func: Callable,
     query: T,
     key: T,
     value: T,
@@ -30,24 +33,10 @@ def attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> T:
-    """Runs the fused kernels on the batch of all samples."""
-    given = attn_mask, dropout_p, is_causal, scale, enable_gqa
-    return group.call(_attention, query, key, value, *given)
-
-
-def _attention(*given: Any) -> T:
-    *first, scale, gqa = given
-    run: Callable = F.scaled_dot_product_attention
-    return run(*first, scale=scale, enable_gqa=gqa)
-
-
-@of_all(_attention)
-def _of_all(batched: Sequence[bool], *given: Any) -> T:
     """Takes samples as rows of the batch: ``[B, N, heads, length, width]``."""
     tensors, dims, leads = [], 2, set()
-    for x, own in zip(given[:4], batched):
+    for x in (query, key, value, attn_mask):
         if x is not None:
-            x = x if own else x[None]
             dims = max(dims, x.ndim - 1)
             if x.ndim < 5:
                 x = x.reshape(x.shape[0], *[1] * (5 - x.ndim), *x.shape[1:])
@@ -58,12 +47,14 @@ def _of_all(batched: Sequence[bool], *given: Any) -> T:
         lead = torch.broadcast_shapes(lead, *leads)
         tensors = [x if x is None else x.expand(*lead, *x.shape[2:]) for x in tensors]
     rows = [x if x is None else x.flatten(0, 1) for x in tensors]
-    y = _attention(*rows, *given[4:])
+    y = _attention(*rows, dropout_p, is_causal, scale, enable_gqa)
     return y.reshape(lead[0], *[*lead[1:], *y.shape[1:]][-dims:])
 
 
-IN_COMPILED[_attention] = library_op(
-    "attention(Tensor query, Tensor key, Tensor value, Tensor? mask, float dropout, "
-    "bool causal, float? scale, bool gqa) -> Tensor",
+IN_COMPILED[F.scaled_dot_product_attention] = library_op(
+    "attention(Tensor query, Tensor key, Tensor value, Tensor? attn_mask=None, "
+    "float dropout_p=0.0, bool is_causal=False, float? scale=None, "
+    "bool enable_gqa=False) -> Tensor",
     _attention,
+    attention,
 )

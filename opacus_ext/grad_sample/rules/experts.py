@@ -54,13 +54,11 @@ def _of_experts(x: T, index: T, weight: T, transposed: bool = False) -> Op:
 
 
 @of_all(_grouped_linear)
-def _of_all(
-    batched: Sequence[bool], x: T, index: T, weight: T, transposed: bool = False
-) -> T:
+def _of_all(x: T, index: T, weight: T, transposed: bool = False) -> T:
     """Multiplies the rows of all samples together if they share the weight."""
-    if batched[:3] != [True, True, False]:
+    if len(weight) != 1 or len(x) != len(index):
         return NotImplemented
-    return _of_rows(transposed, [weight], x, index)
+    return _of_rows(transposed, [weight[0]], x, index)
 
 
 def _of_rows(transposed: bool, params: Sequence, x: T, index: T) -> T:

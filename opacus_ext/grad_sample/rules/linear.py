@@ -6,16 +6,15 @@ RMSNorm needs no rule: per-sample copies of its scale are as fast.
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, Callable, Sequence
+from typing import Any, Sequence
 
 import torch
 from torch.nn import functional as F
 
 from opacus_ext.grad_sample.factors import Factor, OneHot, upcast
 from opacus_ext.grad_sample.rules.registry import (
+    IN_COMPILED,
     Op,
-    handles,
-    in_compiled,
     library_op,
     of_all,
     register_rule,
@@ -54,44 +53,34 @@ def linear(input: T, weight: T, bias: T | None = None) -> Op | None:
     return Op(*given, run_all=lambda params, x: F.linear(x, *params))
 
 
-@handles(F.linear)
-def _linear_of(
-    group: Any, func: Callable, input: T, weight: T, bias: T | None = None
-) -> T:
-    """Names all arguments by position."""
-    return group.call(func, input, weight, bias)
-
-
 @of_all(F.linear)
-def _of_all(batched: Sequence[bool], x: T, weight: T, bias: T | None) -> T:
+def _linear_of_all(input: T, weight: T, bias: T | None = None) -> T:
     """
     Runs all samples: vmap would take a layer that they share apart, and under autocast
     add a bias of float32, and return float32.
     """
-    if not batched[1] and not batched[2]:
-        return F.linear(x, weight, bias)
-    if bias is None or weight.dim() != 2 + batched[1] or bias.dim() != 1 + batched[2]:
+    if len(weight) == 1 and (bias is None or len(bias) == 1):
+        return F.linear(input, weight[0], None if bias is None else bias[0])
+    if bias is None or weight.dim() != 3 or bias.dim() != 2:
         return NotImplemented
-    x, weight, bias = (
-        y if own else y[None] for y, own in zip((x, weight, bias), batched)
-    )
-    count = max(map(len, (x, weight, bias)))
+    x, count = input, max(map(len, (input, weight, bias)))
     rows = x.flatten(1, -2) if x.dim() > 2 else x.unsqueeze(1)
     rows, weight = (y.expand(count, -1, -1) for y in (rows, weight.mT))
     y = torch.baddbmm(bias.unsqueeze(1), rows, weight)  # autocast casts the bias, too
     return y.view(count, *x.shape[1:-1], y.shape[2])
 
 
-_linear_op = library_op(
-    "linear(Tensor x, Tensor weight, Tensor bias) -> Tensor", F.linear
+_op = library_op(
+    "linear(Tensor x, Tensor weight, Tensor bias) -> Tensor", F.linear, _linear_of_all
 )
 
 
-@in_compiled(F.linear)
 def _linear_in_compiled(input: T, weight: T, bias: T | None = None) -> T:
-    if bias is None or weight.dim() != 2 or bias.dim() != 1:
-        return F.linear(input, weight, bias)
-    return _linear_op(input, weight, bias)
+    plain = bias is None or weight.dim() != 2 or bias.dim() != 1
+    return F.linear(input, weight, bias) if plain else _op(input, weight, bias)
+
+
+IN_COMPILED[F.linear] = _linear_in_compiled
 
 
 @register_rule(torch.addmm, T.addmm)
@@ -154,9 +143,11 @@ def layer_norm(
     return Op((weight, bias), (input,), factors, dims, (dims,), run_all)
 
 
-@in_compiled(F.layer_norm)
 def _compiled_layer_norm(*args: Any, **kwargs: Any) -> T:
     return F.layer_norm(*args, **kwargs)
+
+
+IN_COMPILED[F.layer_norm] = _compiled_layer_norm
 
 
 @register_rule(_compiled_layer_norm)
@@ -169,36 +160,21 @@ def _with_statistics(*args: Any, **kwargs: Any) -> Op:
     return op._replace(data=data, data_dims=3 * op.data_dims)
 
 
-@handles(F.group_norm)
+@of_all(F.group_norm)
 def group_norm(
-    group: Any,
-    func: Callable,
     input: T,
     num_groups: int,
     weight: T | None = None,
     bias: T | None = None,
     eps: float = 1e-5,
 ) -> T:
-    """Names all arguments by position."""
-    return group.call(func, input, num_groups, weight, bias, eps)
-
-
-@of_all(F.group_norm)
-def _group_norm_of_all(
-    batched: Sequence[bool],
-    x: T,
-    num_groups: int,
-    weight: T | None,
-    bias: T | None,
-    eps: float,
-) -> T:
     """
     Normalizes the channels of all samples as the groups of one, in torch's kernel,
     whose gradients of scales and shifts are per-sample gradients then.
     """
-    if not batched[0]:
+    x, size, channels = input, *input.shape[0:3:2]
+    if any(y is not None and len(y) > size for y in (weight, bias)):
         return NotImplemented
-    size, channels = x.shape[0], x.shape[2]
     joined = x.transpose(0, 1).flatten(1, 2)  # [N, B * channels, *space]
     scale, shift = (
         None if y is None else y.expand(size, channels).flatten()

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any, Callable, Sequence
+from typing import Any
 
 import torch
 from torch.nn import functional as F
 
-from opacus_ext.grad_sample.rules.registry import handles, of_all
+from opacus_ext.grad_sample.rules.registry import of_all
 
 T = torch.Tensor
 
 
-@handles(F.cross_entropy)
+@of_all(F.cross_entropy)
 def cross_entropy(
-    group: Any,
-    func: Callable,
     input: T,
     target: T,
     weight: T | None = None,
@@ -25,28 +23,11 @@ def cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> T:
-    """Names all arguments by position."""
-    given = weight, size_average, ignore_index, reduce, reduction, label_smoothing
-    return group.call(func, input, target, *given)
-
-
-@of_all(F.cross_entropy)
-def _of_all(
-    batched: Sequence[bool],
-    input: T,
-    target: T,
-    weight: T | None,
-    size_average: bool | None,
-    ignore_index: int,
-    reduce: bool | None,
-    reduction: str,
-    label_smoothing: float,
-) -> T:
     """Runs torch's kernel for the rows of all samples, if targets are labels."""
     legacy = size_average is not None or reduce is not None
     known = reduction in ("none", "mean", "sum")  # others are torch's error
     by_vmap = weight is not None or legacy or target.is_floating_point() or not known
-    if by_vmap or not (batched[0] and batched[1]):
+    if by_vmap or len(input) != len(target):
         return NotImplemented
     kind: Any = dict(ignore_index=ignore_index, label_smoothing=label_smoothing)
     logits, labels = (

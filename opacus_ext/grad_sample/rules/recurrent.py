@@ -25,7 +25,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from opacus_ext.grad_sample.factors import full_precision
-from opacus_ext.grad_sample.rules.registry import NotAtOnce, handles
+from opacus_ext.grad_sample.rules.registry import IN_COMPILED, NotAtOnce, handles
 
 T = torch.Tensor
 Tensors = tuple[T, ...]
@@ -246,7 +246,14 @@ def _direction(
         return group.wrap(out), tuple(group.wrap(y.unflatten(0, (-1, n))) for y in ends)
 
 
-@handles(*KERNELS, not_compiled="a recurrent kernel in a function that is compiled")
+def _not_compiled(*args: Any, **kwargs: Any) -> Any:
+    raise NotAtOnce("a recurrent kernel in a function that is compiled")
+
+
+IN_COMPILED.update(dict.fromkeys(KERNELS, _not_compiled))
+
+
+@handles(*KERNELS)
 def kernel(group: Any, func: Callable, *args: Any, **kwargs: Any) -> Any:
     """Runs all layers; returns ``(output, h)``, for an LSTM ``(output, h, c)``."""
     if kwargs or (len(args) > 3 and type(args[3]) in (list, tuple)):

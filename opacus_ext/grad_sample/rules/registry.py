@@ -101,22 +101,11 @@ Handler = Callable[..., Any]
 HANDLERS: dict[Callable, Handler] = {}
 
 
-#: By function that compiled code can't run: what it is, for the error.
-NOT_COMPILED: dict[Callable, str] = {}
-
-
-def handles(
-    *functions: Callable, not_compiled: str = ""
-) -> Callable[[Handler], Handler]:
-    """
-    Registers the handler of some functions; ``not_compiled`` says what they are if
-    compiled code can't run them.
-    """
+def handles(*functions: Callable) -> Callable[[Handler], Handler]:
+    """Registers the handler of some functions."""
 
     def decorator(handler: Handler) -> Handler:
         HANDLERS.update(dict.fromkeys(functions, handler))
-        if not_compiled:
-            NOT_COMPILED.update(dict.fromkeys(functions, not_compiled))
         return handler
 
     return decorator
@@ -124,12 +113,12 @@ def handles(
 
 # -- functions that run as one op of all samples ---------------------------------------
 
-#: By function, what runs it for all samples: ``of_all(batched, *args)`` with the
-#: arguments in order. Tensors with True in ``batched`` are ``[B, *shape]``; samples
-#: share others. It returns ``[B, *shape]``, or NotImplemented to leave it to vmap.
+#: By function, what runs it for all samples with the same arguments: each tensor is
+#: ``[B, *shape]``, or ``[1, *shape]`` if samples share it, and so is its output. It
+#: returns NotImplemented for what it leaves to vmap.
 OF_ALL: dict[Callable, Callable] = {}
 #: By function, what is called instead in compiled code, which can't leave the vmap
-#: level. Rules of that come before those of the function.
+#: level. It comes before a handler, and its rules before those of the function.
 IN_COMPILED: dict[Callable, Callable] = {}
 
 
@@ -143,29 +132,23 @@ def of_all(function: Callable) -> Callable[[Callable], Callable]:
     return decorator
 
 
-def in_compiled(function: Callable) -> Callable[[Callable], Callable]:
-    """Registers what compiled code calls instead, see :data:`IN_COMPILED`."""
-
-    def decorator(other: Callable) -> Callable:
-        IN_COMPILED[function] = other
-        return other
-
-    return decorator
-
-
 _library = torch.library.Library("opacus_ext", "FRAGMENT")
 
 
-def library_op(schema: str, function: Callable) -> Callable:
+def library_op(schema: str, function: Callable, run: Callable) -> Callable:
     """
-    Returns an op that is made of torch's, for compiled code, and whose vmap rule is
-    what :func:`of_all` has registered for the function.
+    Returns an op that is made of torch's, for compiled code, whose vmap rule calls
+    ``run``, see :data:`OF_ALL`.
     """
-    name, run = schema.partition("(")[0], OF_ALL[function]
+    name = schema.partition("(")[0]
 
     def rule(info: Any, in_dims: tuple, *args: Any) -> tuple[torch.Tensor, int]:
-        given = [x.movedim(dim, 0) if dim else x for x, dim in zip(args, in_dims)]
-        return run([dim is not None for dim in in_dims], *given), 0
+        tensors = [isinstance(x, torch.Tensor) for x in args]
+        given = [
+            x if not own else x[None] if dim is None else x.movedim(dim, 0)
+            for x, own, dim in zip(args, tensors, in_dims)
+        ]
+        return run(*given), 0
 
     _library.define(schema)
     _library.impl(name, function, "CompositeImplicitAutograd")
