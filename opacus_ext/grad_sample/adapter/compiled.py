@@ -1,10 +1,8 @@
 """The programs of ``torch.compile`` in which the samples of a private model run.
 
-A loop of the user's own has two programs, as the criterion is between them: the
-forward, whose backward gives the gradients of the slots (core/traced.py), and the
-clipping, which turns these into norms and clipped sums. Where the loss is known, a
-whole step is one program, as compiled ``clipped_grads`` is. What a program can't do
-runs eagerly: nothing here approximates.
+A loop of the user's own has two, as the criterion is between them: the forward, whose
+backward gives the gradients of the slots (core/traced.py), and the clipping, which
+turns these into norms and clipped sums. Where the loss is known, a whole step is one.
 """
 
 from __future__ import annotations
@@ -12,7 +10,7 @@ from __future__ import annotations
 from dataclasses import is_dataclass
 from functools import partial
 from logging import Logger
-from typing import Any, Callable, NamedTuple, Sequence
+from typing import Any, Callable, NamedTuple, Sequence, cast
 
 import torch
 from torch import nn
@@ -46,8 +44,7 @@ _OBJECT = "<object> "  # and this for an object, before the name of its type
 
 # -- torch.compile's settings, from private names of torch -----------------------------
 
-#: Sets the compiler of code that runs next, or None; returns the one before.
-set_compiler: Callable[[Any], Any] = set_eval_frame
+set_compiler = set_eval_frame  # of code that runs next; returns the one before
 
 
 class Settings(NamedTuple):
@@ -88,24 +85,20 @@ def _changed_config() -> dict[str, Any]:
     Returns Dynamo's settings for our functions: programs are counted by model, and what
     code logs was logged where it ran eagerly.
     """
-    changes: dict[str, Any] = dict.fromkeys(_LIMITS, 2**30)
+    limits = "recompile_limit", "accumulated_recompile_limit"
+    changes: dict[str, Any] = dict.fromkeys(limits, 2**30)
     if hasattr(config, "ignore_logger_methods"):
         names = filter(partial(hasattr, Logger), _LOGGING)
         changes["ignore_logger_methods"] = {getattr(Logger, name) for name in names}
     return changes
 
 
-_LIMITS = "recompile_limit", "accumulated_recompile_limit"
 # The last two are those of transformers.
 _LOGGING = "debug", "info", "warning", "error", "info_once", "warning_once"
 
 
-def count_a_frame() -> None:
-    """Calls a function that can be compiled, as ``fullgraph=True`` expects one."""
-    _frame(torch.zeros(()))
-
-
-def _frame(x: T) -> T:
+def frame_to_count(x: T) -> T:
+    """Can be compiled: ``fullgraph=True`` expects one such function."""
     return x + 1
 
 
@@ -283,14 +276,17 @@ class CompiledModel:
         outputs, kept, _ = found
         # No slice if not needed: its backward copies.
         rest = iter([x[:count] if len(x) > count else x for x in outputs])
-        leaves = [next(rest) if x == _TENSOR else x for x in traced.call.others]
-        for i, x in enumerate(leaves):
-            if isinstance(x, str) and x.startswith(_OBJECT):  # a cache, as eagerly
-                what = f"is a {x.removeprefix(_OBJECT)}, which may hold values of "
-                what += "samples"
-                leaves[i] = NotEqual(self.model.describe(), "output", what)
+        others = map(self._object, traced.call.others)
+        leaves = [next(rest) if x == _TENSOR else x for x in others]
         output = tree_unflatten(leaves, traced.call.spec)
         return output, CompiledGroup(self, traced, kept, count)
+
+    def _object(self, x: Any) -> Any:
+        """Replaces an object (a cache) of an output, as where samples run eagerly."""
+        if not (isinstance(x, str) and x.startswith(_OBJECT)):
+            return x
+        what = f"is a {x.removeprefix(_OBJECT)}, which may hold values of samples"
+        return NotEqual(self.model.describe(), "output", what)
 
     def _call(self, key: tuple, samples: Samples, given: list) -> tuple[Any, Traced]:
         """Runs the program of these samples; traces them anew if it differs."""
@@ -423,16 +419,13 @@ class ClippedStep(NamedTuple):
         total.add_clipped(rows, self.norms, self.sums)
 
 
-class CompiledGroup:
-    """
-    Samples that have run in a compiled program. ``kept`` is the saved data of each use;
-    samples from ``size`` on only fill up the program's batch.
-    """
+class CompiledGroup(NamedTuple):
+    """Samples that have run in a compiled program, in a loop of the user's own."""
 
-    def __init__(
-        self, compiled: CompiledModel, traced: Traced, kept: list[list[T]], size: int
-    ):
-        self.compiled, self.traced, self.kept, self.size = compiled, traced, kept, size
+    compiled: CompiledModel
+    traced: Traced
+    kept: list[list[T]]  # saved data of each use
+    size: int  # samples from here on only fill up the program's batch
 
     def add_to(
         self, total: Any, rows: T | None, outputs: Sequence[T], grads: Sequence[Any]
@@ -447,11 +440,9 @@ class CompiledGroup:
         if not isinstance(total, ClippedSum):
             self._add_eagerly(total, rows, found)
             return
-        like, params = total.norms, total.params
-        function: Any = total.clipping
-        clipping, limit = function.clipping, function.bound
-        numbers = like.new_tensor(limit), like.new_tensor(total.scale)
-        given = [*numbers, _mask(group.size, self.size, like)]
+        like, params, function = total.norms, total.params, cast(Any, total.clipping)
+        clipping, own = function.clipping, _mask(group.size, self.size, like)
+        given = [like.new_tensor(function.bound), like.new_tensor(total.scale), own]
         given += [g for g in found if g is not None]
         given += [x for data in self.kept for x in data]
         unused = tuple(g is None for g in found)
@@ -463,8 +454,7 @@ class CompiledGroup:
             left = iter(rest)
             grads = [None if none else next(left) for none in unused]
             kept = [[next(left) for _ in data] for data in self.kept]
-            others = params, clipping, bound, scale
-            norms, sums = _clip(group, kept, grads, own, *others)
+            norms, sums = _clip(group, kept, grads, own, params, clipping, bound, scale)
             return [norms, *sums]
 
         kind = unused, shared, clipping, *map(id, params)

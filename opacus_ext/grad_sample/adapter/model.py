@@ -18,7 +18,7 @@ from opacus_ext.grad_sample.adapter.compiled import (
     CompiledModel,
     CompiledStep,
     Settings,
-    count_a_frame,
+    frame_to_count,
     set_compiler,
     settings_from,
     settings_of,
@@ -255,7 +255,7 @@ class PrivateModel:
         finally:
             set_compiler(compiler)
             if settings is not None and settings.fullgraph:
-                count_a_frame()
+                frame_to_count(torch.zeros(()))
 
     def _kept(self) -> ContextManager:
         """Keeps for the backward pass what a checkpoint around the model would not."""
