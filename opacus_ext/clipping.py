@@ -55,7 +55,9 @@ class Clipping(NamedTuple):
             Refused: for what is no positive number, or list of these if the clipping is
                 by parameter
         """
-        bound = bound.tolist() if hasattr(bound, "tolist") else bound
+        # Compiled code can't ask a number that changes for its attributes.
+        if not isinstance(bound, float) and hasattr(bound, "tolist"):
+            bound = bound.tolist()
         if isinstance(bound, (list, tuple)):
             bound = [b.item() if hasattr(b, "item") else b for b in bound]
         check_bound(self, bound)

@@ -330,6 +330,27 @@ def test_data_that_change_later_count_as_they_were():
     check(compiled(loss, params)(batch), *alone(plain, params, batch, 3), 0.5)
 
 
+def test_compiled_under_autocast_with_bounds_that_change():
+    """Norms and sums are not rounded: the sum of one sample is as long as its norm."""
+    layer = nn.Linear(64, 64)
+    params, batch = dict(layer.named_parameters()), torch.randn(1, 10, 64)
+
+    def loss(x):
+        return layer(x).float().square().sum()
+
+    torch._dynamo.reset()
+    step = torch.compile(
+        lambda batch, bound: clipped_grads(loss, params, batch, bound),
+        backend="aot_eager",
+        fullgraph=True,
+    )
+    for bound in (1e6, 1.0, 0.5):
+        with torch.autocast("cpu", torch.bfloat16):
+            found = step(batch, bound)
+        total = torch.cat([g.flatten() for g in found.sums.values()]).norm()
+        torch.testing.assert_close(total, found.norms[0].clamp(max=bound))
+
+
 @pytest.mark.parametrize("kind", ["flat", "automatic", "normalized", "per_layer"])
 def test_sensitivity(kind):
     loss, params = mlp()

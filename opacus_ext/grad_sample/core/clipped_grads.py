@@ -429,8 +429,10 @@ def _clipped_traced(
         grad = torch.func.grad(total, has_aux=True)
         grads, (losses, aux, kept) = grad(first.make_slots())
         group = GroupNorms(values, size, getattr(clipping, "per_parameter", False))
-        group.finish(first.collect(kept, grads, size))
-        norms, clipped = safe_norms_and_sums(group, clipping)
+        # Autocast, in which the loss may run, would round norms and sums.
+        with torch.autocast(values[0].device.type, enabled=False):
+            group.finish(first.collect(kept, grads, size))
+            norms, clipped = safe_norms_and_sums(group, clipping)
         norms = norms.norm(dim=0) if norms.dim() > 1 else norms
     found = tree_unflatten(aux, specs[0]) if aux else None
     return ClippedGrads(sums_by_name(params, clipped), norms, losses, found)
