@@ -45,7 +45,6 @@ from opacus_ext.data.copies import refuse_copies
 from opacus_ext.data.draws import Splits
 from opacus_ext.engine import WRAPPERS, has_own_criterion
 from opacus_ext.grad_sample import samplers, watched
-from opacus_ext.grad_sample.core.vmap import is_batched
 from opacus_ext.grad_sample.modes import common
 from opacus_ext.grad_sample.modes.auto import Auto
 from opacus_ext.grad_sample.modes.ghost import (
@@ -68,6 +67,7 @@ from opacus_ext.optimizers.optimizer import (
     HooksDPOptimizer,
     optimizer_class,
 )
+from opacus_ext.private_torch import is_batched
 from opacus_ext.re_attention import transformers
 from opacus_ext.refused import Refused
 from opacus_ext.statement import privacy_statement

@@ -195,7 +195,9 @@ class NoisyOptimizer(Base):
         processes must be of numbers on the grid.
         """
         params = self.params
-        _check_processed_flag([p.summed_grad for p in params])
+        for p in params:
+            if hasattr(p.summed_grad, "_processed"):
+                _check_processed_flag(p.summed_grad)  # raises
         if self.secure_mode and self.noise_multiplier:
             multiplier, bound = self.gradient_noise_multiplier, self.sensitivity
             entries = sum(p.numel() for p in params)

@@ -537,12 +537,13 @@ class GhostDPOptimizer(ClippingOptimizer, DPOptimizerFastGradientClipping):
                 process knows them
         """
         self._check_same_bound()
+        params, totals = zip(*sums)
         self._taken = {}
-        for p, total in sums:
+        for p, key, total in zip(params, map(id, params), totals):
             if total.requires_grad:
                 total = total.detach()
             p.grad = grad = total if total.dtype == p.dtype else total.to(p.dtype)
-            self._taken[id(p)] = p, grad, grad._version, total
+            self._taken[key] = p, grad, grad._version, total
         self._taken_norms = norms
         self._norms_of_sums = self._compute_norms_of_sums()
         self.ready = True
@@ -560,8 +561,8 @@ class GhostDPOptimizer(ClippingOptimizer, DPOptimizerFastGradientClipping):
                 ),
             )
         replaced = written = False
-        for p in self.params:
-            key = id(p)
+        params = self.params
+        for p, key in zip(params, map(id, params)):
             if key not in self._taken:
                 name = self._name_of(p)
                 raise Refused(

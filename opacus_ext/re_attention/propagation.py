@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from opacus_ext.grad_sample.core.vmap import is_batched
+from opacus_ext.private_torch import DisableTorchFunction, is_batched
 from opacus_ext.re_attention.rules import RULES, Call
 from opacus_ext.re_attention.rules.moves import lies_down
 from opacus_ext.re_attention.table import Table
@@ -127,7 +127,7 @@ class Propagation(TorchFunctionMode):
             self.table.set(before, self.of(place))
             given = (before, *args[1:])
         out = func(*args, **kwargs)
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             made = tensors(out if place is None else place)
             outputs = [x for x in made if x.is_floating_point() or x.is_complex()]
             if place is None and any(x is y for x in outputs for y in inputs):

@@ -17,6 +17,8 @@ from typing import (
 import torch
 from torch import Tensor
 
+from opacus_ext.private_torch import DisableTorchFunction
+
 
 class Variance(NamedTuple):
     """
@@ -63,7 +65,7 @@ def quietly(x: Tensor, alone: bool = True) -> Iterator[None]:
     kind = x.device.type
     with ExitStack() as contexts:
         if alone:
-            contexts.enter_context(torch._C.DisableTorchFunction())
+            contexts.enter_context(DisableTorchFunction())
         contexts.enter_context(torch.no_grad())
         if torch.is_autocast_enabled(kind):
             contexts.enter_context(torch.autocast(kind, enabled=False))

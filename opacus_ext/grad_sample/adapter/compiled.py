@@ -14,10 +14,6 @@ from typing import Any, Callable, NamedTuple, Sequence, cast
 
 import torch
 from torch import nn
-from torch._C._dynamo.eval_frame import set_eval_frame
-from torch._dynamo import config
-from torch._dynamo.decorators import skip  # noqa: F401
-from torch._dynamo.eval_frame import OptimizeContext, OptimizedModule
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_flatten, tree_unflatten
@@ -33,9 +29,11 @@ from opacus_ext.grad_sample.core.gradients import no_autocast
 from opacus_ext.grad_sample.core.groups import Samples, why
 from opacus_ext.grad_sample.core.traced import TracedGroup
 from opacus_ext.grad_sample.core.values import key_of, key_of_tree
-from opacus_ext.grad_sample.core.vmap import is_batched
 from opacus_ext.grad_sample.factors import full_precision
 from opacus_ext.grad_sample.rules import NotAtOnce
+from opacus_ext.private_torch import OptimizeContext, OptimizedModule
+from opacus_ext.private_torch import dynamo_config as config
+from opacus_ext.private_torch import is_batched
 
 T = torch.Tensor
 Code = Callable[[Any], Any]  # runs a sample, the tree of its arguments
@@ -43,8 +41,6 @@ _TENSOR = "<tensor>"  # stands for a tensor in an output
 _OBJECT = "<object> "  # and this for an object, before the name of its type
 
 # -- torch.compile's settings, from private names of torch -----------------------------
-
-set_compiler = set_eval_frame  # of code that runs next; returns the one before
 
 
 class Settings(NamedTuple):
@@ -67,7 +63,7 @@ def settings_of(module: nn.Module) -> Settings | None:
 
 
 def settings_from(compiler: Any) -> Settings | None:
-    """Returns the settings of a compiler, see :data:`set_compiler`."""
+    """Returns the settings of a compiler, see ``set_compiler`` of private_torch.py."""
     fullgraph, backend = False, compiler
     while callable(backend):
         fullgraph = fullgraph or "Assert" in type(backend).__name__

@@ -41,8 +41,8 @@ from opacus_ext.grad_sample.core.gradients import (
     unchanged,
 )
 from opacus_ext.grad_sample.core.groups import Samples, version, warn_one_by_one
-from opacus_ext.grad_sample.core.vmap import is_batched
 from opacus_ext.grad_sample.rules import NotAtOnce
+from opacus_ext.private_torch import is_batched
 from opacus_ext.refused import Refused, add_note
 
 T = torch.Tensor

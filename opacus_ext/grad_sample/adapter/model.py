@@ -19,10 +19,8 @@ from opacus_ext.grad_sample.adapter.compiled import (
     CompiledStep,
     Settings,
     frame_to_count,
-    set_compiler,
     settings_from,
     settings_of,
-    skip,
 )
 from opacus_ext.grad_sample.adapter.forward import ForwardRecord
 from opacus_ext.grad_sample.adapter.inputs import InputReader, Inputs
@@ -34,7 +32,8 @@ from opacus_ext.grad_sample.core.gradients import refuse_hooks
 from opacus_ext.grad_sample.core.group import SampleGroup
 from opacus_ext.grad_sample.core.groups import Samples, in_groups
 from opacus_ext.grad_sample.core.values import memory
-from opacus_ext.grad_sample.core.vmap import cache_kept, checkpoint_around, is_batched
+from opacus_ext.grad_sample.core.vmap import cache_kept, checkpoint_around
+from opacus_ext.private_torch import is_batched, set_compiler, skip
 from opacus_ext.refused import ProcessFailure, Refused, warn_once
 
 T = torch.Tensor

@@ -19,7 +19,7 @@ from torch.utils._pytree import (
 
 from opacus_ext.grad_sample.adapter.objects import PLAIN, holds_data
 from opacus_ext.grad_sample.core.values import are_same, as_bits
-from opacus_ext.grad_sample.core.vmap import will_run
+from opacus_ext.private_torch import will_run
 from opacus_ext.refused import Refused
 
 T = torch.Tensor

@@ -35,6 +35,7 @@ from opacus_ext.grad_sample.factors import (
     upcast,
 )
 from opacus_ext.grad_sample.rules import NotAtOnce
+from opacus_ext.private_torch import gradients
 from opacus_ext.refused import Refused
 
 T = torch.Tensor
@@ -478,9 +479,7 @@ def run_backward(
             handles.append(use.edge.node.register_prehook(hook))
     ys, gs = zip(*pairs)
     try:
-        found = torch.autograd.grad(
-            ys, leaves, gs, allow_unused=True, retain_graph=retain_graph
-        )
+        found = gradients(ys, leaves, gs, retain_graph)
     except RuntimeError:
         for use in uses:  # torch's own error names no layer
             use.check()

@@ -17,7 +17,6 @@ from typing import Any, Callable, ContextManager, Iterable, Sequence
 
 import torch
 from torch import nn
-from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
@@ -35,16 +34,21 @@ from opacus_ext.grad_sample.core.values import as_bits
 from opacus_ext.grad_sample.core.vmap import (
     Level,
     Outside,
-    current_level,
     decomposed,
-    is_batched,
     is_composite,
-    pop_level,
-    push_level,
-    renewed,
     saved_tensor_hooks,
 )
 from opacus_ext.grad_sample.rules import HANDLERS, OF_ALL, RULES, NotAtOnce, Op
+from opacus_ext.private_torch import (
+    HigherOrderOperator,
+    OpOverload,
+    OpOverloadPacket,
+    current_level,
+    is_batched,
+    pop_level,
+    push_level,
+    renewed,
+)
 from opacus_ext.refused import Refused
 
 T = torch.Tensor

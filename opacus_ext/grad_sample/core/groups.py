@@ -24,8 +24,8 @@ from torch.utils import _pytree as pytree
 
 from opacus_ext.grad_sample.core.group import BranchesDiffer, SampleGroup
 from opacus_ext.grad_sample.core.values import key_of, key_of_tree, set_apart
-from opacus_ext.grad_sample.core.vmap import is_batched
 from opacus_ext.grad_sample.rules import NotAtOnce, handles
+from opacus_ext.private_torch import is_batched
 from opacus_ext.refused import Refused
 
 T = torch.Tensor

@@ -34,7 +34,7 @@ from opacus_ext.grad_sample.core.clip import ClippedSum
 from opacus_ext.grad_sample.core.group import BranchesDiffer, SampleGroup
 from opacus_ext.grad_sample.core.groups import Samples, put_back, why, written
 from opacus_ext.grad_sample.core.values import as_bits
-from opacus_ext.grad_sample.core.vmap import is_batched
+from opacus_ext.private_torch import is_batched
 from opacus_ext.refused import Refused, waited_in_vain
 
 T = torch.Tensor

@@ -24,7 +24,6 @@ from opacus_ext.grad_sample.core.gradients import (
 )
 from opacus_ext.grad_sample.core.group import SampleGroup, call_with, swapped
 from opacus_ext.grad_sample.core.groups import Samples, version
-from opacus_ext.grad_sample.core.vmap import is_batched
 from opacus_ext.grad_sample.rules import (
     HANDLERS,
     IN_COMPILED,
@@ -32,6 +31,7 @@ from opacus_ext.grad_sample.rules import (
     NotAtOnce,
     Op,
 )
+from opacus_ext.private_torch import is_batched, renewed
 
 T = torch.Tensor
 
@@ -102,7 +102,7 @@ class _Attach(torch.autograd.Function):
 
     @staticmethod
     def forward(context: Any, y: T, slot: T) -> T:
-        return torch.ops.aten._unsafe_view.default(y, y.shape)
+        return renewed(y, y.shape)
 
     @staticmethod
     def backward(context: Any, g: T) -> tuple[T, T]:

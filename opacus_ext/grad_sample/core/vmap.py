@@ -1,25 +1,23 @@
-"""Private functions of torch that the core needs."""
+"""Levels of vmap, and the modes and hooks around a call; see private_torch.py."""
 
 from __future__ import annotations
 
 import functools
 import types
-from contextlib import contextmanager
-from typing import Any, Callable, ContextManager, Iterator
+from typing import Any, Callable, ContextManager
 from unittest.mock import patch
 
 import torch
-from torch._C import _functorch
-from torch._functorch.vmap import lazy_load_decompositions
 from torch.nn import functional as F
-from torch.nn.utils import parametrize
-from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
-is_batched: Callable[[Any], bool] = _functorch.is_batchedtensor
-#: Returns the number of the innermost level, of vmap or another transform, or None.
-current_level: Callable[[], Any] = _functorch.maybe_current_level
-#: Gives a tensor another node of the graph, which in-place changes do not replace.
-renewed: Callable[..., torch.Tensor] = torch.ops.aten._unsafe_view.default._op
+from opacus_ext import private_torch
+from opacus_ext.private_torch import (
+    is_batched,
+    is_wrapped,
+    pop_level,
+    push_level,
+    unwrapped,
+)
 
 
 class Level:
@@ -29,43 +27,20 @@ class Level:
         self.size, self.number = size, 0
 
     def __enter__(self) -> Level:
-        lazy_load_decompositions()
-        self.number = _functorch._vmap_increment_nesting(self.size, "different")
+        private_torch.lazy_load_decompositions()
+        self.number = private_torch.begin_level(self.size, "different")
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        _functorch._vmap_decrement_nesting()
+        private_torch.end_level()
 
     def wrap(self, x: torch.Tensor) -> torch.Tensor:
         """Turns ``[B, *shape]`` into the tensor that one sample sees, ``[*shape]``."""
-        return _functorch._add_batch_dim(x, 0, self.number)
+        return private_torch.add_batch_dim(x, 0, self.number)
 
     def unwrap(self, x: torch.Tensor) -> torch.Tensor:
         """Returns the values of all samples, ``[B, *shape]``; expands shared ones."""
-        return _functorch._remove_batch_dim(x, self.number, self.size, 0)
-
-
-def modes_above(mode: TorchFunctionMode) -> list[Any]:
-    """Returns the modes that see an op before this one."""
-    stack = _get_current_function_mode_stack()
-    return stack[stack.index(mode) + 1 :]
-
-
-@contextmanager
-def without_modes(modes: list[Any]) -> Iterator[None]:
-    """Leaves the innermost torch function modes for a block."""
-    for mode in reversed(modes):
-        mode.__exit__(None, None, None)
-    try:
-        yield
-    finally:
-        for mode in modes:
-            mode.__enter__()
-
-
-#: Leaves the innermost level, and returns what :data:`push_level` needs to go back.
-pop_level: Callable[[], Any] = _functorch.pop_dynamic_layer_stack
-push_level: Callable[[Any], Any] = _functorch.push_dynamic_layer_stack
+        return private_torch.remove_batch_dim(x, self.number, self.size, 0)
 
 
 class Outside:
@@ -80,7 +55,7 @@ class Outside:
 
 #: Returns autograd's saved-tensor hooks, which activation checkpointing sets, or None.
 saved_tensor_hooks: Callable[[], tuple | None] = functools.partial(
-    torch._C._autograd._top_saved_tensors_default_hooks, True
+    private_torch.top_saved_tensors_hooks, True
 )
 
 
@@ -97,12 +72,7 @@ def checkpoint_around() -> str:
 
 def cache_kept() -> ContextManager:
     """Restores the cache of ``parametrize.cached`` at the end of the block."""
-    return patch.dict(parametrize._cache)
-
-
-def will_run(node: Any) -> bool:
-    """Returns True if the running backward pass reaches this node of the graph."""
-    return torch._C._will_engine_execute_node(node)
+    return patch.dict(private_torch.cache_of_parametrize)
 
 
 def is_composite(function: Callable) -> bool:
@@ -123,13 +93,13 @@ def decomposed(function: Callable) -> Callable:
 
 def innermost(x: torch.Tensor) -> torch.Tensor:
     """Returns the tensor that torch.func transforms have wrapped, if any."""
-    while _functorch.is_functorch_wrapped_tensor(x):
-        x = _functorch.get_unwrapped(x)
+    while is_wrapped(x):
+        x = unwrapped(x)
     return x
 
 
 def whole(x: torch.Tensor) -> torch.Tensor:
     """Returns the tensor of all samples; ``x`` itself outside of vmap."""
     while is_batched(x):
-        x = _functorch.get_unwrapped(x)
+        x = unwrapped(x)
     return x

@@ -492,12 +492,16 @@ class GradSample:
     def _fits(self, factors: Sequence[Factor]) -> bool:
         numel, rows = 1, None
         for f in factors:
-            shape = (*f.index.shape, f.size) if type(f) is OneHot else f.shape
-            if rows is None:
-                rows = shape[:2]
-            if shape[:2] != rows or len(shape) != 3:
+            shape = f.shape if type(f) is not OneHot else (*f.index.shape, f.size)
+            try:
+                size, length, width = shape
+            except ValueError:
                 return False
-            numel *= shape[2]
+            if rows is None:
+                rows = size, length
+            if rows != (size, length):
+                return False
+            numel *= width
         return rows is not None and rows[0] == self.batch_size and numel == self.numel
 
     def _refuse(self, factors: Sequence[Factor]) -> None:
@@ -519,8 +523,10 @@ class GradSample:
         """Returns the per-sample gradients ``[B, *shape]``."""
         if not self._terms:
             return self._zeros(self.batch_size, *self.shape)
-        out, dtype = None, self._dtype
-        for term in self._in_order():
+        first, *others = self._in_order()
+        dtype = self._dtype if others else first.dtype
+        out = first.materialize(dtype)
+        for term in others:
             out = term.materialize(dtype, out)
         return out.reshape(self.batch_size, *self.shape)
 
@@ -531,8 +537,10 @@ class GradSample:
         """
         if not self._terms:
             return self._zeros(*self.shape)
-        total, dtype = None, self._dtype
-        for term in self._in_order():
+        first, *others = self._in_order()
+        dtype = self._dtype if others else first.dtype
+        total = first.weighted_sum(weights, dtype)
+        for term in others:
             total = term.weighted_sum(weights, dtype, total)
         return total.reshape(self.shape)
 
@@ -630,7 +638,7 @@ class GradSample:
 
     def _in_order(self) -> Sequence[Term]:
         """Returns terms, one-hot ones last: these only touch some entries."""
-        if len(self._terms) == 1:
+        if not self._terms[1:]:
             return self._terms
         return sorted(self._terms, key=lambda t: len(t.onehot))
 

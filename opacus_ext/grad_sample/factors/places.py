@@ -18,9 +18,8 @@ from __future__ import annotations
 from typing import Any, Callable, Iterator, Sequence
 
 import torch
-from torch._functorch.utils import enable_single_level_autograd_function
-from torch.autograd.function import _SingleLevelFunction
 
+from opacus_ext import private_torch
 from opacus_ext.grad_sample.factors.rows import OneHot, dtype_of, square_sum
 
 T = torch.Tensor
@@ -136,12 +135,12 @@ def _sums(left: T, right: T, places: T, count: int) -> T:
     return found
 
 
-class _Products(_SingleLevelFunction):
+class _Products(private_torch.SingleLevelFunction):
     @staticmethod
     def forward(ctx: Any, x: T, places: T, weight: T, transposed: bool = False) -> T:
         ctx.transposed = transposed
         ctx.save_for_backward(x, places, weight)
-        with torch._C._AutoDispatchBelowAutograd():
+        with private_torch.below_autograd():
             return _ops.grouped_linear(x, places, weight, transposed)
 
     @staticmethod
@@ -158,11 +157,11 @@ class _Products(_SingleLevelFunction):
         return of_x, None, of_weight, None
 
 
-class _Sums(_SingleLevelFunction):
+class _Sums(private_torch.SingleLevelFunction):
     @staticmethod
     def forward(ctx: Any, left: T, right: T, places: T, count: int) -> T:
         ctx.save_for_backward(left, right, places)
-        with torch._C._AutoDispatchBelowAutograd():
+        with private_torch.below_autograd():
             return _ops.sum_by_place(left, right, places, count)
 
     @staticmethod
@@ -176,7 +175,7 @@ def _differentiable(function: Any) -> Callable:
     """Applies an autograd function at one level of torch.func, as torch's ops are."""
 
     def run(*args: Any) -> T:
-        with enable_single_level_autograd_function():
+        with private_torch.enable_single_level_autograd_function():
             return function.apply(*args)
 
     return run

@@ -38,6 +38,7 @@ from opacus_ext.grad_sample.modes.common import (
     not_private,
     of_other_sizes,
 )
+from opacus_ext.private_torch import DisableTorchFunctionSubclass
 from opacus_ext.refused import Refused, warn_once
 
 T = torch.Tensor
@@ -170,7 +171,7 @@ class ClippedLoss(torch.Tensor, stock.DPTensorFastGradientClipping):
         def of_samples(x: Any) -> Any:
             return x.loss_per_sample if any(x is y for y in losses) else plain(x)
 
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             value = func(*tree_map(plain, args), **tree_map(plain, kwargs))
             if not (losses and torch.is_grad_enabled() and isinstance(value, T)):
                 return value

@@ -12,7 +12,6 @@ from opacus_ext.grad_sample.adapter.outputs import MeanLoss, dependencies_of
 from opacus_ext.grad_sample.adapter.passes import second_pass
 from opacus_ext.grad_sample.core.clip import DenseGrads, refuse_no_graph
 from opacus_ext.grad_sample.core.groups import Samples
-from opacus_ext.grad_sample.core.vmap import will_run
 from opacus_ext.grad_sample.modes.common import (
     MEMORY_MANAGER,
     PrivateMode,
@@ -20,6 +19,7 @@ from opacus_ext.grad_sample.modes.common import (
     not_private,
     of_other_sizes,
 )
+from opacus_ext.private_torch import will_run
 
 T = torch.Tensor
 

@@ -26,6 +26,7 @@ from torch.nn import functional as F
 
 from opacus_ext.grad_sample.factors import full_precision
 from opacus_ext.grad_sample.rules.registry import IN_COMPILED, NotAtOnce, handles
+from opacus_ext.private_torch import VF
 
 T = torch.Tensor
 Tensors = tuple[T, ...]
@@ -96,7 +97,7 @@ _CELLS = {
     "rnn_tanh": Cell(lambda x, h: (x.tanh(),), lambda x, h: _of_rnn(1 - x.tanh() ** 2)),
     "rnn_relu": Cell(lambda x, h: (x.relu(),), lambda x, h: _of_rnn((x > 0).to(x))),
 }
-KERNELS = {getattr(torch._VF, name): cell for name, cell in _CELLS.items()}
+KERNELS = {getattr(VF, name): cell for name, cell in _CELLS.items()}
 
 
 def by_kernel(gates: T) -> bool:
@@ -182,7 +183,7 @@ def _by_kernel(
 ) -> tuple[Tensors, Tensors]:
     """Returns the results of torch's kernel, with a graph, and the leaves of that."""
     largest = torch.finfo(gx.dtype).max  # inf * 0 is NaN in the product
-    highest = math.inf if func is torch._VF.rnn_relu else largest  # relu keeps it
+    highest = math.inf if func is VF.rnn_relu else largest  # relu keeps it
     finite = gx.detach().clamp(-largest, highest)
     x, *rest = leaves = tuple(
         y.detach().contiguous().requires_grad_() for y in (finite, *first)

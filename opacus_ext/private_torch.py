@@ -1,0 +1,84 @@
+"""All private functions of torch that the package uses, and nothing else.
+
+A version of torch that has changed one of them is to be adapted to here. Each says what
+it does, where its own name does not.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Callable, Sequence
+
+import torch
+from torch._C import (  # noqa: F401
+    DisableTorchFunction,
+    DisableTorchFunctionSubclass,
+    _AutoDispatchBelowAutograd,
+    _functorch,
+)
+from torch._C._dynamo.eval_frame import set_eval_frame
+from torch._dynamo import config as dynamo_config  # noqa: F401
+from torch._dynamo.decorators import skip  # noqa: F401
+from torch._dynamo.eval_frame import OptimizeContext, OptimizedModule  # noqa: F401
+from torch._functorch.utils import enable_single_level_autograd_function  # noqa: F401
+from torch._functorch.vmap import lazy_load_decompositions  # noqa: F401
+from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket  # noqa: F401
+from torch.autograd.function import _SingleLevelFunction
+from torch.autograd.graph import _engine_run_backward
+from torch.nn.utils import parametrize
+
+T = torch.Tensor
+
+# -- vmap ------------------------------------------------------------------------------
+
+#: Returns True for a tensor of one sample among several, at some vmap level.
+is_batched: Callable[[Any], bool] = _functorch.is_batchedtensor
+#: Returns True for a tensor that some transform of torch.func has wrapped.
+is_wrapped: Callable[[Any], bool] = _functorch.is_functorch_wrapped_tensor
+#: Returns the tensor that the innermost transform has wrapped.
+unwrapped: Callable[[T], T] = _functorch.get_unwrapped
+#: Begins a vmap level over a number of samples, and returns the number of the level.
+begin_level: Callable[[int, str], int] = _functorch._vmap_increment_nesting
+end_level: Callable[[], None] = _functorch._vmap_decrement_nesting
+#: Turns ``[B, *shape]`` into a tensor of one sample: of (x, dim, level).
+add_batch_dim: Callable[[T, int, int], T] = _functorch._add_batch_dim
+#: Returns ``[B, *shape]``, and expands shared tensors: of (x, level, size, dim).
+remove_batch_dim: Callable[[T, int, int, int], T] = _functorch._remove_batch_dim
+#: Returns the number of the innermost level, of vmap or another transform, or None.
+current_level: Callable[[], Any] = _functorch.maybe_current_level
+#: Leaves the innermost level, and returns what :data:`push_level` needs to go back.
+pop_level: Callable[[], Any] = _functorch.pop_dynamic_layer_stack
+push_level: Callable[[Any], Any] = _functorch.push_dynamic_layer_stack
+
+# -- autograd --------------------------------------------------------------------------
+
+#: Gives a tensor another node of the graph, which in-place changes do not replace.
+renewed: Callable[..., T] = torch.ops.aten._unsafe_view.default._op
+#: Returns True if the running backward pass reaches a node of the graph.
+will_run: Callable[[Any], bool] = torch._C._will_engine_execute_node
+#: Leaves out autograd in the kernel of an op.
+below_autograd: Callable[[], Any] = _AutoDispatchBelowAutograd
+#: The base of autograd functions that run at one level of torch.func, as ops of torch.
+SingleLevelFunction: Any = _SingleLevelFunction
+top_saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+cache_of_parametrize: dict = parametrize._cache
+
+
+def gradients(
+    outputs: Sequence[T], inputs: Sequence[Any], grads: Sequence[T], retain_graph: bool
+) -> Sequence[T | None]:
+    """
+    Does as ``torch.autograd.grad(outputs, inputs, grads, allow_unused=True)``, which
+    looks at each of the inputs three times more.
+    """
+    given = tuple(grads), retain_graph, False, tuple(inputs)
+    return _engine_run_backward(
+        tuple(outputs), *given, allow_unreachable=True, accumulate_grad=False
+    )
+
+
+# -- calls of functions ----------------------------------------------------------------
+
+#: The recurrent layers of torch, and others that nn.Module calls.
+VF: Any = torch._VF
+#: Sets the compiler of code that runs next, or None; returns the one before.
+set_compiler: Callable[[Any], Any] = set_eval_frame
