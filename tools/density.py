@@ -19,7 +19,7 @@ _COMPREHENSIONS = ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp
 _FUNCTIONS = ast.FunctionDef, ast.AsyncFunctionDef
 _CONTAINERS = {"dict", "list", "set", "defaultdict", "deque", "WeakSet"}
 _CONTAINERS |= {"WeakKeyDictionary", "WeakValueDictionary", "WeakIdKeyDictionary"}
-_ADDS = {"append", "add", "extend", "insert", "setdefault", "update", "pop", "clear"}
+ADDS = {"append", "add", "extend", "insert", "setdefault", "update", "pop", "clear"}
 
 
 class Density(NamedTuple):
@@ -141,7 +141,7 @@ def _stored_in(node: ast.AST) -> str:
     if isinstance(node, ast.Subscript) and isinstance(node.ctx, (ast.Store, ast.Del)):
         place = node.value
     elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-        if node.func.attr in _ADDS:
+        if node.func.attr in ADDS:
             place = node.func.value
     return place.id if isinstance(place, ast.Name) else ""
 
