@@ -148,11 +148,11 @@ def sample_of(samples: Samples, names: Sequence[str]) -> str:
     parts = []
     for number, leaf in enumerate(samples.leaves):
         if isinstance(leaf, T) and leaf.dim():
-            part = f"{tuple(leaf.shape)} (shared)"
+            described = f"{tuple(leaf.shape)} (shared)"
             if samples.by_sample[number]:
-                part = f"{tuple(leaf.shape[1:])}"
+                described = f"{tuple(leaf.shape[1:])}"
             # take= gives samples of a user's own form, whose parts have no names.
             if names:
-                part = f"{names[number]} {part}"
-            parts.append(part)
+                described = f"{names[number]} {described}"
+            parts.append(described)
     return ", ".join(parts)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from numbers import Number
-from typing import Any, Callable, Iterable, Sequence
+from typing import Any, Callable, Hashable, Iterable, Sequence
 
 import numpy as np
 import torch
@@ -42,7 +42,9 @@ class SampleCriterion:
     """
 
     def __init__(self, criterion: Callable, reduction: str, warn: Callable[..., None]):
-        self.criterion, self.reduction, self.warn = criterion, reduction, warn
+        self.criterion = criterion
+        self.reduction = reduction
+        self.warn = warn
         self.state = State(criterion)
         self.dims = dict(enumerate(_DIMS.get(type(criterion), ())))
         self.name = getattr(criterion, "__name__", type(criterion).__name__)
@@ -54,32 +56,32 @@ class SampleCriterion:
         self._lengths: dict[Any, int] = {}
 
     def __call__(
-        self, args: tuple, kwargs: dict, shape: Sequence[int] | None, size: int
+        self, args: tuple, kwargs: dict, shape: Sequence[int] | None, batch_size: int
     ) -> T:
         """
         Returns the losses ``[B]`` of ``size`` samples; ``shape`` is ``[B, T]`` if
         outputs and targets are of flattened tokens. Refuses arguments that are no
         samples, losses that depend on other samples, and a state that changes.
         """
-        rows = size if shape is None else shape[0] * shape[1]
+        rows = batch_size if shape is None else shape[0] * shape[1]
         for key, value in (*enumerate(args), *kwargs.items()):
-            self._check_constants(key, value, (size, rows))
+            self._check_constants(key, value, (batch_size, rows))
         losses = None
         if not kwargs and type(self.criterion) in AT_ONCE:
             losses = AT_ONCE[type(self.criterion)](self.criterion, shape, *args)
-        leaves, spec = tree_flatten((args, kwargs))
-        kind = key_of_tree(spec) or object(), *map(_kind_of, leaves)
+        leaves, structure = tree_flatten((args, kwargs))
+        kind = key_of_tree(structure) or object(), *map(_kind_of, leaves)
         if shape is None and not torch.is_grad_enabled():
-            size = self._size_of(leaves, size)
+            batch_size = self._size_of(leaves, batch_size)
         if losses is None:
-            samples = self._samples(kind, leaves, spec, shape, size)
+            samples = self._samples(kind, leaves, structure, shape, batch_size)
             losses = self._explained(samples)
             if torch.is_grad_enabled():
                 for number, by_sample in enumerate(samples.by_sample):
                     if not by_sample:
                         self._tables.add((kind, number))
-        if losses.shape != (size,):
-            raise self._not_samples(leaves, size)
+        if losses.shape != (batch_size,):
+            raise self._not_samples(leaves, batch_size)
         count = self._calls.get(kind, 0)
         # Calls 1, 2, 4, 8 and so on are compared with the criterion of the batch.
         if count & (count + 1) == 0 and len(losses):
@@ -87,46 +89,50 @@ class SampleCriterion:
             if any(map(_is_half, leaves)):
                 # Numbers of 16 bits are rounded differently, which is no mixing.
                 leaves = [leaf.float() if _is_half(leaf) else leaf for leaf in leaves]
-                args, kwargs = tree_unflatten(leaves, spec)
-                compared = self._losses_of_wide(kind, leaves, spec, shape, size)
+                args, kwargs = tree_unflatten(leaves, structure)
+                compared = self._losses_of_wide(
+                    kind, leaves, structure, shape, batch_size
+                )
             if compared is not None:
                 self._compare(compared, args, kwargs)
         self._calls[kind] = count + 1
         return losses
 
-    def _size_of(self, leaves: list, size: int) -> int:
+    def _size_of(self, leaves: list, batch_size: int) -> int:
         """Returns the batch size of outputs that have no graph, which would tell it."""
         for number, leaf in enumerate(leaves):
-            dim = self.dims.get(number, 0)
-            if isinstance(leaf, T) and leaf.dim() > dim:
-                return leaf.shape[dim]
-        return size
+            batch_dim = self.dims.get(number, 0)
+            if isinstance(leaf, T) and leaf.dim() > batch_dim:
+                return leaf.shape[batch_dim]
+        return batch_size
 
     def _samples(
         self,
         kind: tuple,
         leaves: list,
-        spec: TreeSpec,
+        structure: TreeSpec,
         shape: Sequence[int] | None,
-        size: int,
+        batch_size: int,
     ) -> Samples:
-        tokens = torch.Size([size, 1] if shape is None else shape[:2])
+        tokens = torch.Size([batch_size, 1] if shape is None else shape[:2])
         batched: dict[int, T] = {}
         for number, leaf in enumerate(leaves):
             if not isinstance(leaf, T):
                 continue
-            dim = self.dims.get(number, 0)
-            if leaf.dim() <= dim or leaf.shape[dim] != tokens.numel():
+            batch_dim = self.dims.get(number, 0)
+            if leaf.dim() <= batch_dim or leaf.shape[batch_dim] != tokens.numel():
                 if leaf.requires_grad:
-                    raise self._not_samples(leaves, size)
+                    raise self._not_samples(leaves, batch_size)
             # What all samples have shared once they share in a batch as long, too.
             elif leaf.requires_grad or (kind, number) not in self._tables:
-                batched[number] = leaf.unflatten(dim, tokens).movedim(dim, 0)
+                batched[number] = leaf.unflatten(batch_dim, tokens).movedim(
+                    batch_dim, 0
+                )
         samples, by_sample = list(leaves), [False] * len(leaves)
         apart = set_apart([*batched.values()], [0] * len(batched))
         for number, tensor in zip(batched, apart):
             samples[number], by_sample[number] = tensor, True
-        return Samples(None, samples, by_sample, spec, size)
+        return Samples(None, samples, by_sample, structure, batch_size)
 
     def _explained(self, samples: Samples) -> T:
         """Returns the losses; an error says that samples are alone in the criterion."""
@@ -245,17 +251,20 @@ class SampleCriterion:
             "what the others have in the one and not in the other.",
         )
 
-    def _check_constants(self, key: Any, value: Any, sizes: tuple[int, int]) -> None:
+    def _check_constants(
+        self, key: Hashable, value: Any, sizes: tuple[int, int]
+    ) -> None:
         """
         Refuses what may hold items of single samples and is no tensor of samples. A
         list is a constant if it keeps its length while batch sizes differ.
         """
         if isinstance(value, (T, *_CONSTANTS)) or callable(value):
             return
-        # To numpy an array without dims is a number.
+        # An array without dims is a number.
         if isinstance(value, np.ndarray) and not value.ndim:
             return
-        kind, leaves = type(value).__name__, tree_leaves(value)
+        kind = type(value).__name__
+        leaves = tree_leaves(value)
         # An object of a class that torch does not know is a leaf of its own.
         refused = len(leaves) == 1 and leaves[0] is value
         items: Iterable[tuple] = ()
@@ -275,12 +284,17 @@ class SampleCriterion:
             self._check_constants((key, inner), item, sizes)
 
     def _may_be_samples(
-        self, key: Any, items: Any, leaves: list, sizes: tuple[int, int]
+        self,
+        key: Hashable,
+        items: list | tuple | np.ndarray,
+        leaves: list,
+        sizes: tuple[int, int],
     ) -> bool:
         """Returns True for a list whose items may belong to single samples."""
-        size, length = sizes[0], len(items)
+        length = len(items)
+        batch_size = sizes[0]
         # Several items a sample, or one, are as many as a multiple of the batch.
-        if length not in sizes and (size < 2 or length % size):
+        if length not in sizes and (batch_size < 2 or length % batch_size):
             self._lengths.setdefault(key, length)
         has_tensors = has_others = False
         for leaf in leaves:
@@ -295,7 +309,7 @@ class SampleCriterion:
             return True
         return length != self._lengths.get(key)
 
-    def _not_samples(self, leaves: list, size: int) -> Refused:
+    def _not_samples(self, leaves: list, batch_size: int) -> Refused:
         shapes, is_squeezed = [], False
         for leaf in leaves:
             if isinstance(leaf, T):
@@ -309,7 +323,7 @@ class SampleCriterion:
                 "criterion(opacus_ext.losses.model_losses(model, batch)).backward().",
             )
         return self._refused(
-            f"was given shapes {shapes} for a batch of {size} samples.",
+            f"was given shapes {shapes} for a batch of {batch_size} samples.",
             "The privacy unit is the sample: give outputs and targets [B, ...]; for "
             "flattened tokens criterion(logits.flatten(0, 1), targets.flatten(), shape="
             "[B, T]), for a model's own loss "

@@ -109,8 +109,11 @@ class InputReader:
         take: Take | None = None,
         shared: Sequence[str] = (),
     ):
-        self.module, self.name = module, type(module).__name__
-        self.batch_dim, self.take, self.shared = batch_dim, take, set(shared)
+        self.module = module
+        self.name = type(module).__name__
+        self.batch_dim = batch_dim
+        self.take = take
+        self.shared = set(shared)
         self.drawn: Sequence[int] = ()
         self.most: int | None = None
         self.ones = False
@@ -146,36 +149,37 @@ class InputReader:
         self._longer: set[str] = set()
         # The versions of tensors that had samples.
         self._seen = WeakIdKeyDictionary()
-        # What ``take`` gave, without data: the form of an empty batch.
+        # What ``take`` gave, without data.
         self._form: list[Samples] = []
 
     def read(self, args: tuple, kwargs: dict) -> Inputs:
         """Finds the samples of a call with these arguments, or refuses it."""
         if self.take is not None:
             return self._taken(self.take, args, kwargs)
-        inputs, spec = self._read_arguments(args, kwargs)
+        inputs, structure = self._read_arguments(args, kwargs)
         tensors = list(filter(self._may_be_samples, inputs))
         names = [leaf.name for leaf in inputs]
         if not tensors:
             raise advice.NO_TENSOR.of(self.name, given=", ".join(names) or "nothing")
-        size = self._size(tensors)
-        self._refuse_items(inputs, tensors, size)
-        self._find_dims(tensors, size)
-        doubt = self._doubt(tensors, size)
-        self._tell_of_tables(tensors, size)
+        batch_size = self._size(tensors)
+        self._refuse_items(inputs, tensors, batch_size)
+        self._find_dims(tensors, batch_size)
+        doubt = self._doubt(tensors, batch_size)
+        self._tell_of_tables(tensors, batch_size)
         leaves, trained = self._cut(inputs)
         by_sample = [leaf.dim is not None for leaf in inputs]
-        samples = Samples(None, leaves, by_sample, spec, size)
-        arguments = tree_unflatten([leaf.value for leaf in inputs], spec)
-        return Inputs([samples], size, trained, arguments, doubt, names)
+        samples = Samples(None, leaves, by_sample, structure, batch_size)
+        arguments = tree_unflatten([leaf.value for leaf in inputs], structure)
+        return Inputs([samples], batch_size, trained, arguments, doubt, names)
 
     def _taken(self, take: Take, args: tuple, kwargs: dict) -> Inputs:
-        samples, size = samples_of((args, kwargs), take_of_call(take))
+        samples, batch_size = samples_of((args, kwargs), take_of_call(take))
+        # An empty batch has the form of a sample, without rows.
         if samples:
             self._form = [samples[0].select(torch.arange(0))]
         elif not self._form:
             raise advice.NEVER_TAKEN.of(self.name)
-        return Inputs(samples or self._form, size, given=(args, kwargs))
+        return Inputs(samples or self._form, batch_size, given=(args, kwargs))
 
     # -- arguments ---------------------------------------------------------------------
 
@@ -183,26 +187,28 @@ class InputReader:
         self, args: tuple, kwargs: dict
     ) -> tuple[list[Input], TreeSpec]:
         """Returns the leaves of the arguments, and how these are made of them."""
-        paths, spec = flatten((args, kwargs))
+        paths, structure = flatten((args, kwargs))
         count = len(self._by_position)
         arguments = dict(zip(self._by_position, args))
         arguments.update({self._rest: args[count:], **kwargs})
         inputs = []
-        for (part, key, *path), value in paths:
+        for (position, key, *path), value in paths:
             # A path begins with 0 for positional arguments, and 1 for those by keyword.
-            if part.idx:
+            if position.idx:
                 argument = label = key.key
             elif key.idx < count:
                 argument = label = self._by_position[key.idx]
             else:
-                argument, label = self._rest, f"{self._rest}[{key.idx - count}]"
-            holder, name = arguments[argument], label + keystr(tuple(path))
+                argument = self._rest
+                label = f"{argument}[{key.idx - count}]"
+            name = label + keystr(tuple(path))
+            holder = arguments[argument]
             items = 0
             if isinstance(holder, (list, tuple, dict)):
                 items = len(holder)
             is_named = not self.shared.isdisjoint({name, label, argument})
             inputs.append(Input(name, argument, items, value, is_named))
-        return inputs, spec
+        return inputs, structure
 
     def _may_be_samples(self, leaf: Input) -> bool:
         """
@@ -248,30 +254,33 @@ class InputReader:
         if 0 in lengths:
             return 0
         # Where several lengths are possible, the latest draw that has one tells.
-        return next((n for n in reversed(self.drawn) if n in lengths), lengths[0])
+        return next(
+            (drawn for drawn in reversed(self.drawn) if drawn in lengths), lengths[0]
+        )
 
-    def _check_rows(self, tensors: list[Input], size: int) -> None:
+    def _check_rows(self, tensors: list[Input], batch_size: int) -> None:
         """Refuses tensors of which none has a row for each record of a draw."""
         for tensor in tensors:
-            if tensor.length == size:
+            if tensor.length == batch_size:
                 return
-            if tensor.is_state and tensor.value.shape[1] == size:
+            if tensor.is_state and tensor.value.shape[1] == batch_size:
                 return
-        raise self._refused(advice.NO_ROWS, tensors, size)
+        raise self._refused(advice.NO_ROWS, tensors, batch_size)
 
-    def _doubt(self, tensors: list[Input], size: int) -> Doubt | None:
+    def _doubt(self, tensors: list[Input], batch_size: int) -> Doubt | None:
         """
         Returns why gradients of a call may not enter a step, if it seems to be on
         records that were drawn, and has another number of samples: other calls may be
         on what the loader did not draw.
         """
-        if not self.drawn or size in {0, *self.drawn}:
+        if not self.drawn or batch_size in {0, *self.drawn}:
             return None
         if any(tensor.draw is not None for tensor in tensors):
             return None
         drawn = self.drawn[-1]
+        # Parts of a batch may come one after the other, but not in another dim.
         is_turned = bool(advice.other_dim(_named(tensors), drawn, self.batch_dim))
-        if not is_turned and (size > 1 or not self.ones):
+        if not is_turned and (batch_size > 1 or not self.ones):
             return None
         error = self._refused(advice.NO_ROWS, tensors, drawn)
         return Doubt(error, drawn, counts=not is_turned)
@@ -279,7 +288,7 @@ class InputReader:
     # -- samples and tables ------------------------------------------------------------
 
     def _refuse_items(
-        self, inputs: list[Input], tensors: list[Input], size: int
+        self, inputs: list[Input], tensors: list[Input], batch_size: int
     ) -> None:
         """
         Refuses a list, dict or ``*args`` whose items may be samples: its length is the
@@ -288,17 +297,17 @@ class InputReader:
         counts = {leaf.argument: leaf.items for leaf in inputs if not leaf.is_named}
         known = {tensor.length for tensor in tensors if not tensor.items}
         for argument, count in counts.items():
-            if not count or size < 2:
+            if not count or batch_size < 2:
                 continue
             inside = [tensor for tensor in tensors if tensor.argument == argument]
-            may_be = count == size
+            may_be = count == batch_size
             if self.drawn:
                 may_be |= count == self.drawn[-1]
             if argument == self._rest:
                 # A wrapper of a model with several inputs has ``*args``, too: only a
                 # loader's count of records tells that these are samples.
                 may_be &= bool(self.drawn)
-            elif inside and size not in known.union(self.drawn):
+            elif inside and batch_size not in known.union(self.drawn):
                 may_be = True
             if may_be and not self._are_fields(argument, inside):
                 raise advice.ITEMS.of(self.name, argument, count=count)
@@ -323,37 +332,37 @@ class InputReader:
             return True
         return names <= {f"{argument}[{key!r}]" for key in self.fields()}
 
-    def _find_dims(self, tensors: list[Input], size: int) -> None:
+    def _find_dims(self, tensors: list[Input], batch_size: int) -> None:
         """Sets the batch dims; refuses what is neither samples nor shared by them."""
         others = []
         for tensor in tensors:
-            tensor.dim = self._dim(tensor, size, is_first=tensor is tensors[0])
+            tensor.dim = self._dim(tensor, batch_size, is_first=tensor is tensors[0])
             if tensor.dim is None and not self._is_shared(tensor):
                 others.append(tensor)
         if others:
             raise self._refused(
                 advice.NOT_AS_LONG,
                 tensors,
-                size,
+                batch_size,
                 name=others[0].name,
                 others=" is not as long, and ".join(map(str, others)),
                 names=[tensor.name for tensor in others],
-                samples=f"{size} sample{'s' * (size != 1)}",
+                samples=f"{batch_size} sample{'s' * (batch_size != 1)}",
             )
         # A batch of one does not tell samples from tables ``[1, ...]``.
-        if size > 1:
+        if batch_size > 1:
             for tensor in tensors:
                 if tensor.dim is not None:
                     self._batched[tensor.name] = tensor.dim
 
-    def _dim(self, tensor: Input, size: int, is_first: bool) -> int | None:
+    def _dim(self, tensor: Input, batch_size: int, is_first: bool) -> int | None:
         """Returns the batch dim of a tensor, if it is as long as the batch in one."""
         shape = tensor.value.shape
         dim = min(self.batch_dim, len(shape) - 1)
-        is_long = tensor.length == size
-        if not tensor.is_state or shape[1] != size:
+        is_long = tensor.length == batch_size
+        if not tensor.is_state or shape[1] != batch_size:
             return dim if is_long else None
-        if dim == 1 or not is_long or size == 1:
+        if dim == 1 or not is_long or batch_size == 1:
             return 1
         if is_first or tensor.name in self._batched:
             return self._batched.get(tensor.name, 0)
@@ -363,7 +372,7 @@ class InputReader:
         """Returns True for a tensor ``[1, ...]`` that the loop makes."""
         return tensor.length == 1 and not self.ones and tensor.draw is None
 
-    def _tell_of_tables(self, tensors: list[Input], size: int) -> None:
+    def _tell_of_tables(self, tensors: list[Input], batch_size: int) -> None:
         """Warns of an input with samples that is the same tensor in two calls."""
         versions: dict[T, int] = {}
         same = []
@@ -374,7 +383,7 @@ class InputReader:
                     same.append(tensor.name)
         self._seen.update(versions)
         # A loop over one batch gives its first input again, too: that is no table.
-        if same and size > 1 and tensors[0].name not in same:
+        if same and batch_size > 1 and tensors[0].name not in same:
             names = ", ".join(same)
             text = advice.TABLES.format(model=self.name, names=names, shared=same)
             warn_once(self, "tables", text)
@@ -405,15 +414,15 @@ class InputReader:
     # -- errors ------------------------------------------------------------------------
 
     def _refused(
-        self, words: advice.Words, tensors: list[Input], size: int, **values: Any
+        self, words: advice.Words, tensors: list[Input], batch_size: int, **values: Any
     ) -> Refused:
         """Makes an error of tensors, where so many samples were looked for."""
         named = _named(tensors)
         return words.of(
             self.name,
-            size=size,
+            size=batch_size,
             shapes=", ".join(map(str, tensors)),
-            other_dim=advice.other_dim(named, size, self.batch_dim),
+            other_dim=advice.other_dim(named, batch_size, self.batch_dim),
             take=advice.take_of(self.module, [*named.values()]),
             **values,
         )

@@ -36,8 +36,8 @@ def flatten(tree: Any) -> tuple[list[tuple[Any, Any]], TreeSpec]:
     return tree_flatten_with_path(tree, is_leaf=_is_packed)
 
 
-def _is_packed(x: Any) -> bool:
-    return isinstance(x, PackedSequence)
+def _is_packed(value: Any) -> bool:
+    return isinstance(value, PackedSequence)
 
 
 class Leaf(NamedTuple):
@@ -88,15 +88,15 @@ def read_output(
         output = parts
     values, names = [], []
     try:
-        pairs, spec = flatten(output)
+        pairs, structure = flatten(output)
         for path, value in pairs:
             values.append(value)
             names.append(f"output{keystr(path)}")
     except ValueError:
         # A class may be registered as a pytree without names for its parts.
-        values, spec = tree_flatten(output, is_leaf=_is_packed)
+        values, structure = tree_flatten(output, is_leaf=_is_packed)
         names = [f"output, part {number}" for number in range(len(values))]
-    return Returned(rows, size, [*map(read, values)], names, spec)
+    return Returned(rows, size, [*map(read, values)], names, structure)
 
 
 class BatchOutput(NamedTuple):
@@ -151,7 +151,7 @@ class MeanLoss(torch.Tensor):
 
     @classmethod
     def __torch_function__(
-        cls, func: Callable, types: Any, args: tuple = (), kwargs: Any = None
+        cls, function: Callable, types: Any, args: tuple = (), kwargs: Any = None
     ) -> Any:
         """Applies a function, unless it reads other tensors of several entries."""
         others, sums = [], []
@@ -161,13 +161,14 @@ class MeanLoss(torch.Tensor):
             elif isinstance(value, T) and not isinstance(value, cls):
                 if value.numel() > 1:
                     others.append(value)
-        name = getattr(func, "__name__", "")
+        name = getattr(function, "__name__", "")
         if others and name not in _SUMS or sums and name not in _LINEAR:
             shape = tuple([*others, *sums][0].shape)
             raise _no_loss(f"used with a tensor of shape {shape}")
         try:
-            result = super().__torch_function__(func, types, args, kwargs or {})
+            result = super().__torch_function__(function, types, args, kwargs or {})
         except (IndexError, ValueError, RuntimeError) as error:
+            # The errors of a backward pass are those of the model.
             if isinstance(error, Refused) or name == "backward":
                 raise
             raise _no_loss(f"used in {name}, which fails ({error})") from error
@@ -177,9 +178,9 @@ class MeanLoss(torch.Tensor):
             return result.as_subclass(_SumWithOthers)
         return result.as_subclass(MeanLoss)
 
-    def __format__(self, spec: str) -> str:
+    def __format__(self, format_spec: str) -> str:
         """Formats the number, as a tensor does."""
-        return format(self.as_subclass(T), spec)
+        return format(self.as_subclass(T), format_spec)
 
     def __repr__(self, **kwargs: Any) -> str:  # type: ignore[override]
         """Returns the text of a tensor."""
@@ -210,12 +211,13 @@ def combine_outputs(
         record: the ForwardRecord (forward.py)
         losses: True if each sample returned its loss
     """
-    first, model = returned[0], record.model.describe()
+    first = returned[0]
+    model = record.model.describe()
     for group in returned:
         if group.spec != first.spec:
             reason = "has another structure for other samples"
-            values, spec = tree_flatten(NotEqual(model, "output", reason))
-            return BatchOutput(values, {}, {}, spec)
+            values, structure = tree_flatten(NotEqual(model, "output", reason))
+            return BatchOutput(values, {}, {}, structure)
     output = BatchOutput([], {}, {}, first.spec)
     for number, name in enumerate(first.names):
         leaves = [group.leaves[number] for group in returned]
@@ -224,14 +226,15 @@ def combine_outputs(
             batched |= leaf.by_sample
             trained |= leaf.by_sample and leaf.value.requires_grad
         if losses or batched:
-            value, dim = _tensor(record, name, returned, leaves, losses, trained)
+            value, batch_dim = _tensor(record, name, returned, leaves, losses, trained)
         else:
-            value, dim = _shared(leaves)
+            value, batch_dim = _shared(leaves)
         # A string is the reason why the values of samples can't be combined.
-        if isinstance(dim, str):
-            value = NotEqual(model, name, dim)
+        if isinstance(batch_dim, str):
+            value = NotEqual(model, name, batch_dim)
         elif trained:
-            output.tensors[number], output.dims[number] = value, dim
+            output.tensors[number] = value
+            output.dims[number] = batch_dim
             value = None
         output.values.append(value)
     return output
@@ -264,16 +267,21 @@ def _tensor(
         batch = batch.new_empty(record.size, *shape)
         for group, part in zip(returned, parts):
             batch[group.rows.to(batch.device)] = part.to(batch)
+    # A number that each sample returns is its loss, of which the mean is taken later.
     if not shape and (losses or trained):
         return batch, None
-    dim = _dim(record, name, shape)
-    if dim is not None:
-        return batch.movedim(0, dim).flatten(dim, dim + 1).contiguous(), dim
+    batch_dim = _dim(record, name, shape)
+    if batch_dim is not None:
+        return (
+            batch.movedim(0, batch_dim).flatten(batch_dim, batch_dim + 1).contiguous(),
+            batch_dim,
+        )
     if trained:
         return None, (
             f"has shape {tuple(shape)} for a sample alone, where dim "
             f"{record.model.batch_dim} should be the batch dim"
         )
+    # What is equal may still be told apart by its bits, as 0.0 and -0.0 are.
     bits = as_bits(batch)
     if record.size and bool((bits == bits[:1]).all()):
         return batch[0], None
@@ -337,16 +345,17 @@ class NotEqual:
         )
 
     def __getattr__(self, name: str) -> Any:
+        # Python and torch ask for such names, to learn what an object can do.
         if name.startswith("__") and name.endswith("__"):
             raise AttributeError(name)
         return self._refuse()
 
     @classmethod
     def __torch_function__(
-        cls, func: Callable, types: Any, args: tuple = (), kwargs: Any = None
+        cls, function: Callable, types: Any, args: tuple = (), kwargs: Any = None
     ) -> NoReturn:
         leaves = tree_leaves((args, kwargs))
-        next(x for x in leaves if isinstance(x, NotEqual))._refuse()
+        next(leaf for leaf in leaves if isinstance(leaf, NotEqual))._refuse()
 
 
 class _RefusedUse(Refused, TypeError):
@@ -371,19 +380,21 @@ class Boundary(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, record, anchor, count, *tensors):
-        ctx.record, ctx.count = record, count
-        ctx.set_materialize_grads(False)
+    def forward(context, record, anchor, count, *tensors):
+        context.record = record
+        context.count = count
+        # An output that no loss uses has no gradient, which is not one of zeros.
+        context.set_materialize_grads(False)
         return tuple(tensor.detach() for tensor in tensors[:count])
 
     @staticmethod
-    def backward(ctx, *grads):
+    def backward(context, *grads):
         # autograd.grad() of inputs alone does not reach the anchor.
-        if will_run(ctx.next_functions[0][0]):
-            of_inputs = ctx.record.model.backward(ctx.record, grads)
+        if will_run(context.next_functions[0][0]):
+            of_inputs = context.record.model.backward(context.record, grads)
         else:
-            of_inputs = ctx.record.of_inputs(grads)
-        return (None, None, None, *[None] * ctx.count, *of_inputs)
+            of_inputs = context.record.of_inputs(grads)
+        return (None, None, None, *[None] * context.count, *of_inputs)
 
 
 class Dependencies(NamedTuple):
@@ -443,5 +454,5 @@ def _walk(tensors: Sequence[T]) -> tuple[list[Any], list[T]]:
             continue
         if hasattr(node, "variable"):
             leaves.append(node.variable)
-        pending += [parent for parent, _ in node.next_functions]
+        pending += [parent for parent, number in node.next_functions]
     return nodes, leaves

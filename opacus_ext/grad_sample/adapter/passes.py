@@ -103,7 +103,8 @@ class Pass(NamedTuple):
         for tensor, version in (*self.inputs, *other.inputs):
             if tensor._version != version:
                 return False
-        pairs = [(one, two) for (one, _), (two, _) in zip(self.inputs, other.inputs)]
+        both = zip(self.inputs, other.inputs)
+        pairs = [(tensor, theirs) for (tensor, _), (theirs, _) in both]
         if all(_are_one(*pair) for pair in pairs):
             return True
         # Two records may be equal by chance; several in a row are copies.
@@ -121,9 +122,9 @@ def second_pass(others: str) -> Refused:
     )
 
 
-def _are_one(one: T, other: T) -> bool:
+def _are_one(tensor: T, other: T) -> bool:
     """Returns True for tensors of one place in memory."""
-    form = one.data_ptr(), one.shape, one.stride(), one.dtype
+    form = tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
     return form == (other.data_ptr(), other.shape, other.stride(), other.dtype)
 
 
@@ -149,10 +150,12 @@ class Passes:
 
     def add(self, records: Iterable[Any]) -> None:
         """Adds a pass through forward records; refuses records of an earlier one."""
+        # A loss may depend on several forward passes.
         size = taken = 0
         tensors, doubt = [], None
         for record in records:
-            size, taken = max(size, record.size), max(taken, record.taken)
+            size = max(size, record.size)
+            taken = max(taken, record.taken)
             leaves = tree_leaves(record.inputs.given)
             tensors += [leaf for leaf in leaves if isinstance(leaf, T)]
             doubt = doubt or record.inputs.doubt
@@ -205,6 +208,7 @@ class Passes:
                 doubts.append(entry.doubt)
             if entry.doubt is None or entry.doubt.counts:
                 certain += entry.size
+        # If the step has all that was drawn beside them, those in doubt are others.
         for doubt in doubts:
             if certain < doubt.drawn:
                 raise doubt.error
