@@ -272,10 +272,9 @@ def _tensor(
         return batch, None
     batch_dim = _dim(record, name, shape)
     if batch_dim is not None:
-        return (
-            batch.movedim(0, batch_dim).flatten(batch_dim, batch_dim + 1).contiguous(),
-            batch_dim,
-        )
+        # The samples' own dim of length one is where the batch lies.
+        batch = batch.movedim(0, batch_dim).flatten(batch_dim, batch_dim + 1)
+        return batch.contiguous(), batch_dim
     if trained:
         return None, (
             f"has shape {tuple(shape)} for a sample alone, where dim "
