@@ -61,10 +61,9 @@ def tell_of_others(engine: Any, module: nn.Module, mode: str) -> None:
     for name, layer in module.named_modules():
         samplers = [table.get(type(layer)) for table in tables]
         parameters = layer.parameters(recurse=False)
-        if any(map(_is_of_user, samplers)) and any(
-            parameter.requires_grad for parameter in parameters
-        ):
-            layers.append(f"{name or 'the model'} ({type(layer).__name__})")
+        trained = any(parameter.requires_grad for parameter in parameters)
+        if trained and any(map(_is_of_user, samplers)):
+            layers.append(describe(name, layer))
     if not layers:
         return
     few = ", ".join(layers[:3])
@@ -105,6 +104,11 @@ def trained_parameters(layer: nn.Module) -> dict[str, Any]:
         for name, parameter in layer.named_parameters()
         if parameter.requires_grad
     }
+
+
+def describe(name: str, layer: nn.Module) -> str:
+    """Returns the name and class of a layer, for errors."""
+    return f"{name or 'the model'} ({type(layer).__name__})"
 
 
 class _Norms:

@@ -33,7 +33,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from opacus_ext.grad_sample.core.clipped_grads import per_sample_grads
 from opacus_ext.grad_sample.layouts import Call, Layout, layout_of, plain, random_part
 from opacus_ext.grad_sample.parallel.sharding import group_of
-from opacus_ext.grad_sample.samplers import LAYERS, trained_parameters
+from opacus_ext.grad_sample.samplers import LAYERS, describe, trained_parameters
 from opacus_ext.refused import Refused
 
 T = torch.Tensor
@@ -144,7 +144,7 @@ class Watch:
         self.hooks = hooks
         self.layer = layer
         self.layout = layout
-        self.what = _described(name, layer)
+        self.what = describe(name, layer)
         self.reduction = "mean"
 
     def refuse_dropout(self) -> None:
@@ -269,10 +269,6 @@ class Watch:
 # -- patches of GradSampleHooks --------------------------------------------------------
 
 
-def _described(name: str, layer: nn.Module) -> str:
-    return f"{name or 'the model'} ({type(layer).__name__})"
-
-
 class Search:
     """
     The search for the layers of a wrapper's model that are watched.
@@ -321,15 +317,16 @@ class Search:
 
     def _refuse_inside(self, layer: nn.Module) -> None:
         """Refuses layers in one that functorch computes again as a whole."""
-        for name, part in layer.named_modules(prefix=self.names[id(layer)]):
-            simple = isinstance(part, nn.MultiheadAttention) and not random_part(part)
+        outer_name = self.names[id(layer)]
+        for name, inner in layer.named_modules(prefix=outer_name):
+            simple = isinstance(inner, nn.MultiheadAttention) and not random_part(inner)
             # Attention without dropout is products, which functorch can run.
-            if layout_of(part) is None or simple:
+            if layout_of(inner) is None or simple:
                 continue
-            outer = _described(self.names[id(layer)], layer)
+            outer = describe(outer_name, layer)
             raise Refused(
                 f"{outer} owns parameters, so that Opacus computes all of it again by "
-                f"functorch, which can't run {name} ({type(part).__name__}) in it.",
+                f"functorch, which can't run {describe(name, inner)} in it.",
                 module=outer,
                 remedy="Train it with PrivacyEngine.make_private of the model itself, "
                 "or let a module of their own own these parameters.",
@@ -345,7 +342,7 @@ class Search:
         """Returns the layout of a layer whose ghost norms miss a term."""
         if type(layer) in LAYERS and not isinstance(layer, nn.EmbeddingBag):
             return plain(int(not self.hooks.batch_first))
-        layer_name = _described(self.names[id(layer)], layer)
+        layer_name = describe(self.names[id(layer)], layer)
         raise Refused(
             f"{layer_name} shares a parameter with another layer, or is used under "
             "several names, and the ghost norms of the uses have no term for all of "
@@ -365,9 +362,8 @@ def iterate_submodules(iterate: Callable) -> Callable:
     @functools.wraps(iterate)
     def submodules(self: Any, module: nn.Module) -> Iterator[nn.Module]:
         """The layers that get Opacus's hooks."""
-        search = vars(self).get("_search")
-        if search is None:
-            search = Search(self)
+        # Outside of add_hooks() each layer is looked at by itself.
+        search = vars(self).get("_search") or Search(self)
         if not search.visit(module):
             yield from iterate(self, module)
 
