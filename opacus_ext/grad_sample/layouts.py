@@ -117,8 +117,7 @@ def attention(layer_name: str, layer: Any, args: tuple, kwargs: dict) -> Call:
 
 def experts(layer_name: str, layer: Any, args: tuple, kwargs: dict) -> Call:
     """Cuts a call of experts with inputs ``[B, T, ...]``."""
-    arguments = _arguments(layer, args, kwargs)
-    shape = tuple(arguments["x"].shape)
+    shape = tuple(_arguments(layer, args, kwargs)["x"].shape)
     if len(shape) < 3:
         raise Refused(
             f"{layer_name} was called with rows {shape}, of which Opacus's hooks "
@@ -127,8 +126,7 @@ def experts(layer_name: str, layer: Any, args: tuple, kwargs: dict) -> Call:
             parameter="x",
             remedy="Give it x [B, T, width], and index and weights [B, T, choices].",
         )
-    tensors = list(arguments.values())
-    return Call(tensors, lambda sample: layer.forward(*sample), (0,))
+    return plain(0)(layer_name, layer, args, kwargs)
 
 
 def plain(batch_dim: int) -> Layout:
