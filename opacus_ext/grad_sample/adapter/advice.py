@@ -127,7 +127,8 @@ def take_of(module: nn.Module, tensors: Sequence[T]) -> str:
 def other_dim(tensors: Mapping[str, T], size: int, batch_dim: int) -> str:
     """Returns the advice for a tensor whose batch is in the other one of two dims."""
     other = 1 - batch_dim
-    turned, has_batch = "", False
+    turned = ""
+    has_batch = False
     for name, tensor in tensors.items():
         if tensor.dim() > 1:
             if tensor.shape[batch_dim] == size:

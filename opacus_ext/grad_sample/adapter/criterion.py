@@ -310,7 +310,8 @@ class SampleCriterion:
         return length != self._lengths.get(key)
 
     def _not_samples(self, leaves: list, batch_size: int) -> Refused:
-        shapes, is_squeezed = [], False
+        shapes = []
+        is_squeezed = False
         for leaf in leaves:
             if isinstance(leaf, T):
                 shapes.append(tuple(leaf.shape))

@@ -33,7 +33,9 @@ from opacus_ext.refused import Refused, warn_once
 
 T = torch.Tensor
 Take = Callable[[Any, int], Any]
-_REST, _OTHERS = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
+# What ``*args`` and ``**kwargs`` of a forward are.
+_REST = inspect.Parameter.VAR_POSITIONAL
+_OTHERS = inspect.Parameter.VAR_KEYWORD
 
 
 class Inputs(NamedTuple):

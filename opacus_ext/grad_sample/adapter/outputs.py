@@ -154,7 +154,8 @@ class MeanLoss(torch.Tensor):
         cls, function: Callable, types: Any, args: tuple = (), kwargs: Any = None
     ) -> Any:
         """Applies a function, unless it reads other tensors of several entries."""
-        others, sums = [], []
+        others = []
+        sums = []
         for value in tree_leaves((args, kwargs)):
             if isinstance(value, _SumWithOthers):
                 sums.append(value)
@@ -249,7 +250,8 @@ def _tensor(
     trained: bool,
 ) -> tuple[Any, int | None | str]:
     """Returns the tensor of the batch with its batch dim, or the reason for none."""
-    parts, shapes = [], set()
+    parts = []
+    shapes = set()
     for group, (value, by_sample) in zip(returned, leaves):
         if not isinstance(value, T):
             return None, "is a tensor for some samples only"
@@ -440,7 +442,8 @@ def dependencies_of(tensors: Sequence[T]) -> Dependencies:
 
 def _walk(tensors: Sequence[T]) -> tuple[list[Any], list[T]]:
     """Returns the Boundary nodes and leaves where the graph of tensors ends."""
-    nodes, leaves, visited = [], [], set()
+    nodes, leaves = [], []
+    visited = set()
     pending = [tensor.grad_fn for tensor in tensors]
     while pending:
         node = pending.pop()

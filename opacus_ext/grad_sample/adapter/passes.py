@@ -152,7 +152,8 @@ class Passes:
         """Adds a pass through forward records; refuses records of an earlier one."""
         # A loss may depend on several forward passes.
         size = taken = 0
-        tensors, doubt = [], None
+        tensors = []
+        doubt = None
         for record in records:
             size = max(size, record.size)
             taken = max(taken, record.taken)
@@ -164,7 +165,7 @@ class Passes:
         drawn = None
         if self.counter is not None:
             drawn = self.counter.size_of(taken)
-        draws = {_draws[tensor] for tensor in tensors if tensor in _draws}
+        draws = {*map(_draws.get, tensors)} - {None}
         inputs = []
         # Inputs are compared only if neither their draw nor its number is known.
         if drawn is None and not draws:
@@ -202,12 +203,13 @@ class Passes:
             Refused: if a pass is in doubt, and the step has not as many other samples
                 as were drawn
         """
-        certain, doubts = 0, []
-        for entry in (*self._kept, *self._new):
-            if entry.doubt is not None:
-                doubts.append(entry.doubt)
-            if entry.doubt is None or entry.doubt.counts:
-                certain += entry.size
+        certain = 0
+        doubts = []
+        for backward_pass in (*self._kept, *self._new):
+            if backward_pass.doubt is not None:
+                doubts.append(backward_pass.doubt)
+            if backward_pass.doubt is None or backward_pass.doubt.counts:
+                certain += backward_pass.size
         # If the step has all that was drawn beside them, those in doubt are others.
         for doubt in doubts:
             if certain < doubt.drawn:
@@ -227,4 +229,4 @@ class Passes:
     def draws(self) -> frozenset[Draw]:
         """Returns the draws that the gradients of a step are known to be of."""
         passes = (*self._kept, *self._new)
-        return frozenset().union(*[entry.draws for entry in passes])
+        return frozenset().union(*[backward_pass.draws for backward_pass in passes])

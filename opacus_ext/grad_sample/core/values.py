@@ -170,9 +170,9 @@ def _span_of(tensor: T, sample_dim: int) -> _Span:
         reach += stride * (length - 1)
     width = tensor.itemsize
     step = tensor.stride(sample_dim)
-    size = reach - step * (tensor.shape[sample_dim] - 1)
-    first = tensor.data_ptr()
-    return _Span(first, first + reach * width, step * width, size * width)
+    sample_size = reach - step * (tensor.shape[sample_dim] - 1)
+    start = tensor.data_ptr()
+    return _Span(start, start + reach * width, step * width, sample_size * width)
 
 
 def _overlaps(tensor: T) -> bool:
