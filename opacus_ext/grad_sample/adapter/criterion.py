@@ -123,7 +123,7 @@ class SampleCriterion:
             if leaf.dim() <= batch_dim or leaf.shape[batch_dim] != tokens.numel():
                 if leaf.requires_grad:
                     raise self._not_samples(leaves, batch_size)
-            # What all samples have shared once they share in a batch as long, too.
+            # An argument that was shared once stays so in a batch that is as long.
             elif leaf.requires_grad or (kind, number) not in self._tables:
                 batched[number] = leaf.unflatten(batch_dim, tokens).movedim(
                     batch_dim, 0
@@ -141,7 +141,9 @@ class SampleCriterion:
         except Exception as error:
             if not isinstance(error, (Refused, torch.OutOfMemoryError)):
                 pairs = zip(samples.leaves, samples.by_sample)
-                shapes = [tuple(leaf.shape[1:]) for leaf, own in pairs if own]
+                shapes = [
+                    tuple(leaf.shape[1:]) for leaf, by_sample in pairs if by_sample
+                ]
                 add_note(
                     error,
                     f"The criterion {self.name} is given each sample alone, as a batch "

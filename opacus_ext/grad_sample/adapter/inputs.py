@@ -280,7 +280,7 @@ class InputReader:
         if any(tensor.draw is not None for tensor in tensors):
             return None
         drawn = self.drawn[-1]
-        # Parts of a batch may come one after the other, but not in another dim.
+        # Samples may be parts of a draw, unless its batch lies in the other dim.
         is_turned = bool(advice.other_dim(_named(tensors), drawn, self.batch_dim))
         if not is_turned and (batch_size > 1 or not self.ones):
             return None

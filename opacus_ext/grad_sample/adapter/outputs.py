@@ -274,7 +274,7 @@ def _tensor(
         return batch, None
     batch_dim = _dim(record, name, shape)
     if batch_dim is not None:
-        # The samples' own dim of length one is where the batch lies.
+        # Each sample has a dim of length one where the batch has its samples.
         batch = batch.movedim(0, batch_dim).flatten(batch_dim, batch_dim + 1)
         return batch.contiguous(), batch_dim
     if trained:

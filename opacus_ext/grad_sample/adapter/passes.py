@@ -210,7 +210,7 @@ class Passes:
                 doubts.append(backward_pass.doubt)
             if backward_pass.doubt is None or backward_pass.doubt.counts:
                 certain += backward_pass.size
-        # If the step has all that was drawn beside them, those in doubt are others.
+        # If the other samples are as many as were drawn, those in doubt are no records.
         for doubt in doubts:
             if certain < doubt.drawn:
                 raise doubt.error

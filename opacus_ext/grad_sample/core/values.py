@@ -35,7 +35,7 @@ def key_of(value: Any) -> Hashable | None:
     kind = type(value)
     if kind in _AS_THEY_ARE:
         return kind, value
-    # A class of enums may define what is equal, which its names and values are not.
+    # An enum may call others equal. Its name and its value tell it from them.
     if isinstance(value, enum.Enum):
         return kind, value.name, key_of(value.value)
     if kind is float:
@@ -198,7 +198,7 @@ def set_apart(tensors: Sequence[T], dims: Sequence[int]) -> list[T]:
         if _is_strided(tensor) and tensor.numel() and tensor.shape[sample_dim] > 1:
             span = _span_of(tensor, sample_dim)
             shared = span.step < span.size and _overlaps(tensor)
-            # Tensors may share memory too: that of two arguments, say.
+            # Samples of two arguments may share memory, too.
             if shared or not all(map(span.is_apart, spans)):
                 tensor = tensor.clone(memory_format=torch.contiguous_format)
             else:

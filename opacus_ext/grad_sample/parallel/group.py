@@ -59,7 +59,7 @@ class ExpertGroup:
         # Each process sends one row to each.
         ones = [1] * self.size
         answers, positions = zip(*self.exchange(tensor, ones, ones).tolist())
-        # A process that fails only tells the others: they may be anywhere.
+        # A process that fails reads no answer: the others may be anywhere.
         if position == FAILED or set(positions) == {position}:
             return list(answers)
         if FAILED in positions:

@@ -80,8 +80,8 @@ class ParallelModel(PrivateModel):
         except Refused:
             raise
         except Exception as error:
-            # It is one of vmap, or of the code's own. Alone a sample would find the
-            # others' experts only if all processes ran as many.
+            # The error is vmap's, or the code's own. Samples can't run alone instead:
+            # all processes would have to run as many.
             raise Refused(
                 f"{self.describe()}: samples can't run at once ({why(error)}), which "
                 "they must where experts are spread over processes.",

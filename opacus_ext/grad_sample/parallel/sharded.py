@@ -113,7 +113,7 @@ class ShardedForward(ForwardRecord):
     ) -> tuple[list[T], list[T]]:
         if not is_stand_in(some):
             return super()._own(some, grads)
-        # Their graph gathers the parameters that the others gather.
+        # A stand-in's backward pass gathers the same parameters as the others'.
         pairs = some.outputs.items()
         outputs = [output for number, output in pairs if number not in self._unused]
         return outputs, [*map(torch.zeros_like, outputs)]

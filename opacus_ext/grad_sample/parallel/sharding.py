@@ -96,7 +96,7 @@ def run_sharded(layer: nn.Module) -> None:
 
 def _stacked(layer: Any, hidden_states: T, top_k_index: T, top_k_weights: T) -> T:
     """``forward`` of stacked experts that are sharded; see ``experts_interface``."""
-    # A choice beyond the last expert is of none.
+    # A choice beyond the last expert is no expert.
     weights = top_k_weights.masked_fill(top_k_index >= layer.sharding.experts, 0)
     rows = hidden_states.unsqueeze(-2).expand(*top_k_index.shape, -1)
     results = through_experts(rows.flatten(0, -2), top_k_index.flatten(), layer)
