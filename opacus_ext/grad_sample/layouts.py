@@ -40,96 +40,106 @@ def _arguments(layer: nn.Module, args: tuple, kwargs: dict) -> dict[str, Any]:
     return dict(bound.arguments)
 
 
-def _no_batch(what: str, name: str, x: T) -> Refused:
+def _no_batch(layer_name: str, name: str, tensor: T) -> Refused:
     return Refused(
-        f"{what}: {name} of shape {tuple(x.shape)} has no batch dim.",
-        module=what,
+        f"{layer_name}: {name} of shape {tuple(tensor.shape)} has no batch dim.",
+        module=layer_name,
         parameter=name,
         remedy="Give it one.",
     )
 
 
-def recurrent(what: str, layer: Any, args: tuple, kwargs: dict) -> Call:
+def recurrent(layer_name: str, layer: Any, args: tuple, kwargs: dict) -> Call:
     """Cuts a call of a recurrent layer, whose states are ``[layers, B, width]``."""
-    given = _arguments(layer, args, kwargs)
-    x, dim = given["input"], 0 if layer.batch_first else 1
-    if isinstance(x, PackedSequence):
+    arguments = _arguments(layer, args, kwargs)
+    sequences = arguments["input"]
+    if isinstance(sequences, PackedSequence):
         raise Refused(
-            f"{what} was called with a PackedSequence, which Opacus's hooks can't cut "
-            "into samples.",
-            module=what,
+            f"{layer_name} was called with a PackedSequence, which Opacus's hooks "
+            "can't cut into samples.",
+            module=layer_name,
             parameter="input",
             remedy="Give it padded sequences, or train with PrivacyEngine.make_private "
             "and take=opacus_ext.take.packed.",
         )
-    if x.dim() != 3:
-        raise _no_batch(what, "input", x)
-    states, spec = tree_flatten(given["hx"])
-    own = [s.movedim(1, 0) for s in states if s is not None]
+    if sequences.dim() != 3:
+        raise _no_batch(layer_name, "input", sequences)
+    batch_dim = int(not layer.batch_first)
+    states, structure = tree_flatten(arguments["hx"])
+    by_sample = [state.movedim(1, 0) for state in states if state is not None]
 
     def run(sample: list[T]) -> Any:
-        x, *own = sample
-        states = [s.movedim(0, 1).contiguous() for s in own]
-        hx = tree_unflatten(states, spec) if states else None
-        return layer.forward(x.movedim(0, dim), hx)
+        sequence, *rows = sample
+        hx = None
+        if rows:
+            # torch's kernels take states that lie dense in memory.
+            states = [row.movedim(0, 1).contiguous() for row in rows]
+            hx = tree_unflatten(states, structure)
+        return layer.forward(sequence.movedim(0, batch_dim), hx)
 
-    return Call([x.movedim(dim, 0), *own], run, (dim, 1, 1))
+    # The output, and one or two states.
+    return Call([sequences.movedim(batch_dim, 0), *by_sample], run, (batch_dim, 1, 1))
 
 
 _QKV = ("query", "key", "value")
 
 
-def attention(what: str, layer: Any, args: tuple, kwargs: dict) -> Call:
+def attention(layer_name: str, layer: Any, args: tuple, kwargs: dict) -> Call:
     """Cuts a call of ``nn.MultiheadAttention``, whose masks have layouts of theirs."""
-    given = _arguments(layer, args, kwargs)
-    dim = 0 if layer.batch_first else 1
+    arguments = _arguments(layer, args, kwargs)
+    batch_dim = int(not layer.batch_first)
+    by_sample: dict[str, T] = {}
     for name in _QKV:
-        if given[name].dim() != 3:
-            raise _no_batch(what, name, given[name])
-    own = {name: given.pop(name).movedim(dim, 0) for name in _QKV}
-    padding, mask = given["key_padding_mask"], given["attn_mask"]
+        tensor = arguments.pop(name)
+        if tensor.dim() != 3:
+            raise _no_batch(layer_name, name, tensor)
+        by_sample[name] = tensor.movedim(batch_dim, 0)
+    padding = arguments["key_padding_mask"]
+    mask = arguments["attn_mask"]
     if padding is not None:
-        own["key_padding_mask"] = padding
-    if mask is not None and mask.dim() == 3:  # [B * heads, T, U]
-        own["attn_mask"] = mask.unflatten(0, (-1, layer.num_heads))
-    names = list(own)
+        by_sample["key_padding_mask"] = padding
+    # A mask [T, U] is the same for all samples; one [B * heads, T, U] is not.
+    if mask is not None and mask.dim() == 3:
+        by_sample["attn_mask"] = mask.unflatten(0, (-1, layer.num_heads))
+    names = list(by_sample)
 
     def run(sample: list[T]) -> Any:
         named = dict(zip(names, sample))
         for name in _QKV:
-            named[name] = named[name].movedim(0, dim)
+            named[name] = named[name].movedim(0, batch_dim)
+        # To the layer a batch of one has as many masks as heads.
         if "attn_mask" in named:
             named["attn_mask"] = named["attn_mask"].flatten(0, 1)
-        return layer.forward(**{**given, **named})
+        return layer.forward(**{**arguments, **named})
 
-    return Call(list(own.values()), run, (dim, 0))
+    return Call(list(by_sample.values()), run, (batch_dim, 0))
 
 
-def experts(what: str, layer: Any, args: tuple, kwargs: dict) -> Call:
+def experts(layer_name: str, layer: Any, args: tuple, kwargs: dict) -> Call:
     """Cuts a call of experts with inputs ``[B, T, ...]``."""
-    given = _arguments(layer, args, kwargs)
-    if given["x"].dim() < 3:
+    shape = tuple(_arguments(layer, args, kwargs)["x"].shape)
+    if len(shape) < 3:
         raise Refused(
-            f"{what} was called with rows {tuple(given['x'].shape)}, of which Opacus's "
-            "hooks don't know to which sample they belong.",
-            module=what,
+            f"{layer_name} was called with rows {shape}, of which Opacus's hooks "
+            "don't know to which sample they belong.",
+            module=layer_name,
             parameter="x",
             remedy="Give it x [B, T, width], and index and weights [B, T, choices].",
         )
-    return Call(list(given.values()), lambda sample: layer.forward(*sample), (0,))
+    return plain(0)(layer_name, layer, args, kwargs)
 
 
-def plain(dim: int) -> Layout:
+def plain(batch_dim: int) -> Layout:
     """Makes the layout of a layer whose tensors all have one batch dim."""
 
-    def cut(what: str, layer: Any, args: tuple, kwargs: dict) -> Call:
-        given = _arguments(layer, args, kwargs)
-        own = [x.movedim(dim, 0) for x in given.values()]
+    def cut(layer_name: str, layer: Any, args: tuple, kwargs: dict) -> Call:
+        arguments = _arguments(layer, args, kwargs)
+        tensors = [tensor.movedim(batch_dim, 0) for tensor in arguments.values()]
 
         def run(sample: list[T]) -> Any:
-            return layer.forward(*(x.movedim(0, dim) for x in sample))
+            return layer.forward(*[tensor.movedim(0, batch_dim) for tensor in sample])
 
-        return Call(own, run, (dim,))
+        return Call(tensors, run, (batch_dim,))
 
     return cut
 
@@ -145,16 +155,19 @@ LAYOUTS: dict[type, Layout] = {
 
 def layout_of(layer: Any) -> Layout | None:
     """Returns the layout of a layer that runs the forward of one of these classes."""
+    forward = getattr(type(layer), "forward", None)
     for cls, layout in LAYOUTS.items():
-        own = getattr(type(layer), "forward", None)
-        if isinstance(layer, cls) and own is getattr(cls, "forward"):
+        # A subclass with a forward of its own may have other inputs.
+        if isinstance(layer, cls) and forward is getattr(cls, "forward"):
             return layout
     return None
 
 
 def random_part(layer: Any) -> float:
     """Returns the probability with which a layer of these classes drops values."""
+    # Recurrent layers drop values between layers: a single one has none.
     if isinstance(layer, nn.RNNBase) and layer.num_layers == 1:
         return 0.0
-    known = isinstance(layer, (nn.RNNBase, nn.MultiheadAttention))
-    return float(layer.dropout) if known and layer.training else 0.0
+    if layer.training and isinstance(layer, (nn.RNNBase, nn.MultiheadAttention)):
+        return float(layer.dropout)
+    return 0.0

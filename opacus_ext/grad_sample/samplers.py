@@ -28,18 +28,21 @@ def grad_sampler(
 ) -> dict[nn.Parameter, T]:
     """Gives the per-sample gradients ``[B, *shape]`` of a layer, as Opacus asks."""
     loss, params = _loss_of(layer)
-    found = per_sample_grads(loss, params, (activations, backprops))
-    return {params[name]: g for name, g in found.grads.items()}
+    gradients = per_sample_grads(loss, params, (activations, backprops)).grads
+    return {params[name]: gradient for name, gradient in gradients.items()}
 
 
 def norm_sampler(
     layer: nn.Module, activations: list[T], backprops: T
 ) -> dict[nn.Parameter, T]:
     """Gives the norms ``[B]`` of the per-sample gradients, as Opacus asks."""
-    (loss, params), seen = _loss_of(layer), _Norms()
+    loss, params = _loss_of(layer)
+    recorder = _Norms()
     if params:
-        clipped_grads(loss, params, (activations, backprops), seen)
-    norms = torch.cat([backprops.new_zeros(len(params), 0), *seen.found], dim=1)
+        clipped_grads(loss, params, (activations, backprops), recorder)
+    # An empty batch has no norms to record.
+    empty = backprops.new_zeros(len(params), 0)
+    norms = torch.cat([empty, *recorder.norms], dim=1)
     return dict(zip(params.values(), norms.to(backprops)))
 
 
@@ -48,23 +51,28 @@ def tell_of_others(engine: Any, module: nn.Module, mode: str) -> None:
     Warns once that samplers which users have registered are not used in a mode of this
     package, naming their layers. Mode "functorch" has never used any.
     """
+    if mode == "functorch":
+        return
     tables = [GradSampleHooks.GRAD_SAMPLERS]
+    # Only the ghost modes look for norm samplers.
     if mode != "hooks":
         tables.append(GradSampleHooksFastGradientClipping.NORM_SAMPLERS)
-    found = [
-        f"{name or 'the model'} ({type(layer).__name__})"
-        for name, layer in module.named_modules()
-        if any(p.requires_grad for p in layer.parameters(recurse=False))
-        and any(_is_of_user(table.get(type(layer))) for table in tables)
-    ]
-    if not found or mode == "functorch":
+    layers = []
+    for name, layer in module.named_modules():
+        samplers = [table.get(type(layer)) for table in tables]
+        parameters = layer.parameters(recurse=False)
+        trained = any(parameter.requires_grad for parameter in parameters)
+        if trained and any(map(_is_of_user, samplers)):
+            layers.append(describe(name, layer))
+    if not layers:
         return
-    few = ", ".join(found[:3])
-    more = f" and {len(found) - 3} more" if found[3:] else ""
+    few = ", ".join(layers[:3])
+    if layers[3:]:
+        few += f" and {len(layers) - 3} more"
     warn_once(
         engine,
         "samplers",
-        f"A sampler was registered with Opacus for {few}{more}. It is not used: "
+        f"A sampler was registered with Opacus for {few}. It is not used: "
         f"grad_sample_mode={mode!r} computes exact per-sample gradients of every layer "
         "by itself, from the layer's own forward. Where a sampler gives something else "
         "on purpose, use opacus.grad_sample.GradSampleModule.",
@@ -77,10 +85,30 @@ def _is_of_user(sampler: Any) -> bool:
     return sampler is not None and made_in not in ("opacus", "opacus_ext")
 
 
-def _loss_of(layer: nn.Module) -> tuple[Any, dict[str, nn.Parameter]]:
+def _loss_of(layer: nn.Module) -> tuple[Any, dict[str, Any]]:
     """The output times its gradient, past Opacus's hooks; and the parameters."""
-    params = {n: p for n, p in layer.named_parameters() if p.requires_grad}
-    return lambda sample: (layer.forward(*sample[0]) * sample[1]).sum(), params
+    params = trained_parameters(layer)
+
+    def loss(sample: Any) -> T:
+        activations, backprop = sample
+        # The call of the layer would run Opacus's hooks again.
+        return (layer.forward(*activations) * backprop).sum()
+
+    return loss, params
+
+
+def trained_parameters(layer: nn.Module) -> dict[str, Any]:
+    """Returns the trainable parameters of a layer, with those of its children."""
+    return {
+        name: parameter
+        for name, parameter in layer.named_parameters()
+        if parameter.requires_grad
+    }
+
+
+def describe(name: str, layer: nn.Module) -> str:
+    """Returns the name and class of a layer, for errors."""
+    return f"{name or 'the model'} ({type(layer).__name__})"
 
 
 class _Norms:
@@ -89,10 +117,11 @@ class _Norms:
     per_parameter = True
 
     def __init__(self) -> None:
-        self.found: list[T] = []
+        self.norms: list[T] = []
 
     def __call__(self, norms: T) -> T:
-        self.found.append(norms)
+        self.norms.append(norms)
+        # Opacus asks for no sum here.
         return torch.zeros_like(norms)
 
     def sensitivity(self, relation: Any = None) -> float:

@@ -33,7 +33,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from opacus_ext.grad_sample.core.clipped_grads import per_sample_grads
 from opacus_ext.grad_sample.layouts import Call, Layout, layout_of, plain, random_part
 from opacus_ext.grad_sample.parallel.sharding import group_of
-from opacus_ext.grad_sample.samplers import LAYERS
+from opacus_ext.grad_sample.samplers import LAYERS, describe, trained_parameters
 from opacus_ext.refused import Refused
 
 T = torch.Tensor
@@ -49,67 +49,85 @@ class _Tap(torch.autograd.Function):
     """The identity, which shows the gradients of its outputs."""
 
     @staticmethod
-    def forward(ctx: Any, arrive: Callable, *outputs: T) -> tuple[T, ...]:
-        ctx.arrive = arrive
-        ctx.set_materialize_grads(False)
-        return tuple(y.view_as(y) for y in outputs)
+    def forward(context: Any, arrive: Callable, *outputs: T) -> tuple[T, ...]:
+        context.arrive = arrive
+        context.set_materialize_grads(False)
+        return tuple(output.view_as(output) for output in outputs)
 
     @staticmethod
-    def backward(ctx: Any, *grads: T | None) -> Any:
-        ctx.arrive(grads)
-        return (None, *grads)
+    def backward(context: Any, *gradients: T | None) -> Any:
+        context.arrive(gradients)
+        return (None, *gradients)
 
 
 class Seen:
-    """One call of a watched layer, until its gradients arrive."""
+    """
+    One call of a watched layer, until its gradients arrive.
 
-    def __init__(self, watch: Watch, call: Call, places: Sequence[int]):
-        self.watch, self.call, self.places = watch, call, list(places)
-        self.inputs = [x.detach() for x in call.inputs]
-        self.versions = [x._version for x in self.inputs]
+    Args:
+        numbers: which tensors of the output have a gradient
+    """
+
+    def __init__(self, watch: Watch, call: Call, numbers: Sequence[int]):
+        self.watch = watch
+        self.call = call
+        self.numbers = numbers
+        self.inputs = [tensor.detach() for tensor in call.inputs]
+        self.versions = self._versions()
+        # The layer is to run again in the precision of its own forward.
         self.context: Callable[[], ContextManager] = nullcontext
-        kind = self.inputs[0].device.type
-        if torch.is_autocast_enabled(kind):
-            dtype = torch.get_autocast_dtype(kind)
-            self.context = functools.partial(torch.autocast, kind, dtype)
+        device_type = self.inputs[0].device.type
+        if torch.is_autocast_enabled(device_type):
+            dtype = torch.get_autocast_dtype(device_type)
+            self.context = functools.partial(torch.autocast, device_type, dtype)
         self.done = False
 
-    def arrive(self, grads: Sequence[T | None]) -> None:
+    def _versions(self) -> list[int]:
+        return [tensor._version for tensor in self.inputs]
+
+    def arrive(self, gradients: Sequence[T | None]) -> None:
         """Computes the per-sample gradients, given those of the outputs."""
         if not self.watch.hooks.hooks_enabled:
             return
-        what = self.watch.what
+        layer_name = self.watch.what
         if self.done:
             raise Refused(
-                f"{what}: a second backward pass of one forward pass, whose gradients "
-                "would count twice.",
-                module=what,
+                f"{layer_name}: a second backward pass of one forward pass, whose "
+                "gradients would count twice.",
+                module=layer_name,
                 remedy="Add the losses and call backward() once.",
             )
-        if self.versions != [x._version for x in self.inputs]:
+        if self.versions != self._versions():
             raise Refused(
-                f"{what}: one of its inputs was changed in place after it was called, "
-                "and per-sample gradients are computed from it.",
-                module=what,
+                f"{layer_name}: one of its inputs was changed in place after it was "
+                "called, and per-sample gradients are computed from it.",
+                module=layer_name,
                 remedy="Give it a copy (x.clone()).",
             )
         self.done = True
-        found = {i: g for i, g in zip(self.places, grads) if g is not None}
         dims = self.call.dims
-        of_outputs = [g.detach().movedim(dims[i], 0) for i, g in found.items()]
+        numbers, of_outputs = [], []
+        # An output that no loss uses has no gradient.
+        for number, gradient in zip(self.numbers, gradients):
+            if gradient is not None:
+                numbers.append(number)
+                of_outputs.append(gradient.detach().movedim(dims[number], 0))
 
         def loss(sample: Any) -> T:
-            inputs, grads = sample
+            inputs, of_outputs = sample
             with self.context():
                 outputs = tree_leaves(self.call.run(inputs))
-            pairs = ((outputs[i].movedim(dims[i], 0), g) for i, g in zip(found, grads))
-            total: Any = sum((y.to(g.dtype) * g).sum() for y, g in pairs)
+            total: Any = 0
+            for number, gradient in zip(numbers, of_outputs):
+                output = outputs[number].movedim(dims[number], 0)
+                total = total + (output.to(gradient.dtype) * gradient).sum()
             return total
 
-        params = self.watch.params()
+        params = trained_parameters(self.watch.layer)
         dense = per_sample_grads(loss, params, (self.inputs, of_outputs)).grads
+        # The graph of the loss keeps this object, which need not keep the inputs.
         self.inputs = []
-        self.watch.add({params[name]: g for name, g in dense.items()})
+        self.watch.add({params[name]: gradient for name, gradient in dense.items()})
 
 
 class Watch:
@@ -123,13 +141,11 @@ class Watch:
     """
 
     def __init__(self, hooks: Any, name: str, layer: nn.Module, layout: Layout):
-        self.hooks, self.layer, self.layout = hooks, layer, layout
-        self.what = f"{name or 'the model'} ({type(layer).__name__})"
+        self.hooks = hooks
+        self.layer = layer
+        self.layout = layout
+        self.what = describe(name, layer)
         self.reduction = "mean"
-
-    def params(self) -> dict[str, Any]:
-        """Returns the layer's trainable parameters, with those of its children."""
-        return {n: p for n, p in self.layer.named_parameters() if p.requires_grad}
 
     def refuse_dropout(self) -> None:
         """
@@ -146,6 +162,7 @@ class Watch:
 
     def refuse(self) -> None:
         """Refuses a layer that can't be computed again, sample by sample."""
+        # Its forward waits for other processes, which do not compute it again.
         if group_of(self.layer) is not None:
             raise self._refused(
                 "is spread over processes", "leave out opacus_ext.distributed"
@@ -160,17 +177,17 @@ class Watch:
     def _refuse_computed(self) -> None:
         """Refuses weights that a hook has computed, as old ``weight_norm`` does."""
         for part in self.layer.modules():
-            for name, x in vars(part).items():
-                if isinstance(x, T) and x.grad_fn is not None:
+            for name, value in vars(part).items():
+                if isinstance(value, T) and value.grad_fn is not None:
                     raise self._refused(
                         f"reads {name}, which is computed outside of its forward, and "
                         "per-sample gradients would not reach what is behind it",
                         "compute it by torch.nn.utils.parametrizations",
                     )
 
-    def _refused(self, why: str, remedy: str) -> Refused:
+    def _refused(self, reason: str, remedy: str) -> Refused:
         return Refused(
-            f"{self.what} {why}.",
+            f"{self.what} {reason}.",
             module=self.what,
             remedy="Train it with PrivacyEngine.make_private of the model itself, "
             f'grad_sample_mode="ghost_bk", or {remedy}.',
@@ -179,8 +196,9 @@ class Watch:
     def attach(self, reduction: str) -> Any:
         """Sets the hook, before others that may change the layer's output."""
         self.reduction = reduction
-        hook = self.capture
-        return self.layer.register_forward_hook(hook, with_kwargs=True, prepend=True)
+        return self.layer.register_forward_hook(
+            self.capture, with_kwargs=True, prepend=True
+        )
 
     def capture(
         self, layer: nn.Module, args: tuple, kwargs: dict, output: Any
@@ -189,60 +207,63 @@ class Watch:
         watching = self.hooks.hooks_enabled and layer.training
         if not watching or not torch.is_grad_enabled():
             return None
-        leaves, spec = tree_flatten(output)
-        places = [
-            i
-            for i, y in enumerate(leaves)
-            if isinstance(y, T) and y.requires_grad and y.is_floating_point()
-        ]
-        params = self.params()
-        if not places or not params:
+        leaves, structure = tree_flatten(output)
+        numbers = []
+        for number, leaf in enumerate(leaves):
+            if isinstance(leaf, T) and leaf.requires_grad and leaf.is_floating_point():
+                numbers.append(number)
+        params = trained_parameters(self.layer)
+        if not numbers or not params:
             return None
         self.refuse()
         self.refuse_dropout()
         self._refuse_computed()
-        seen = Seen(self, self.layout(self.what, layer, args, kwargs), places)
-        for p in params.values():
-            p._forward_counter += 1
-        tapped = _Tap.apply(seen.arrive, *(leaves[i] for i in places))
-        for i, y in zip(places, tapped):
-            leaves[i] = y
-        return tree_unflatten(leaves, spec)
+        cut_call = self.layout(self.what, layer, args, kwargs)
+        seen = Seen(self, cut_call, numbers)
+        # Opacus counts the uses of a parameter, whose gradients it waits for.
+        for parameter in params.values():
+            parameter._forward_counter += 1
+        tapped = _Tap.apply(seen.arrive, *[leaves[number] for number in numbers])
+        for number, output in zip(numbers, tapped):
+            leaves[number] = output
+        return tree_unflatten(leaves, structure)
 
-    def add(self, grads: dict[Any, T]) -> None:
+    def add(self, gradients: dict[Any, T]) -> None:
         """Adds per-sample gradients of a call, as Opacus's hooks do for theirs."""
         ghost = isinstance(self.hooks, GradSampleHooksFastGradientClipping)
-        for p, g in grads.items():
-            size = len(g)
-            before = getattr(p, "_current_grad_sample", g)
+        for parameter, gradient in gradients.items():
+            size = len(gradient)
+            before = getattr(parameter, "_current_grad_sample", gradient)
             if len(before) != size:
                 raise Refused(
-                    f"{self.what}: a parameter of shape {tuple(p.shape)} was used for "
-                    f"{size} and for {len(before)} samples in one pass.",
+                    f"{self.what}: a parameter of shape {tuple(parameter.shape)} was "
+                    f"used for {size} and for {len(before)} samples in one pass.",
                     module=self.what,
                     remedy="Use one batch size, and inputs [B, ...] in all layers that "
                     "share it: rows [B * T, ...] are taken for samples.",
                 )
-            scale = size if self.reduction == "mean" else 1
+            # A mean over the batch has divided the gradients of each sample.
+            if self.reduction == "mean":
+                gradient = gradient * size
             create_or_accumulate_grad_sample(
-                param=p, grad_sample=g * scale, max_batch_len=size
+                param=parameter, grad_sample=gradient, max_batch_len=size
             )
-            p._forward_counter -= 1
-            if p._forward_counter:
+            parameter._forward_counter -= 1
+            if parameter._forward_counter:
                 continue
-            promote_current_grad_sample(p)
+            promote_current_grad_sample(parameter)
+            sums = parameter.grad_sample
             if ghost:
                 create_norm_sample(
-                    param=p, grad_sample=p.grad_sample, max_batch_len=size
+                    param=parameter, grad_sample=sums, max_batch_len=size
                 )
-                p.grad_sample = None
-            elif not self.hooks.grad_accumulation_allowed:
-                if isinstance(p.grad_sample, list):
-                    raise ValueError(
-                        "Poisson sampling is not compatible with grad accumulation. "
-                        "You need to call optimizer.step() after every "
-                        "forward/backward pass or consider using BatchMemoryManager"
-                    )
+                parameter.grad_sample = None
+            elif isinstance(sums, list) and not self.hooks.grad_accumulation_allowed:
+                raise ValueError(
+                    "Poisson sampling is not compatible with grad accumulation. "
+                    "You need to call optimizer.step() after every "
+                    "forward/backward pass or consider using BatchMemoryManager"
+                )
 
 
 # -- patches of GradSampleHooks --------------------------------------------------------
@@ -257,11 +278,15 @@ class Search:
     """
 
     def __init__(self, hooks: Any):
-        self.hooks, self.watches = hooks, list[Watch]()
-        named = list(hooks._module.named_modules(remove_duplicate=False))
-        self.names = {id(layer): name for name, layer in reversed(named)}
-        owners = Counter(id(p) for _, x in named for p in x._parameters.values())
-        self._tied = {p for p, n in owners.items() if n > 1}
+        self.hooks = hooks
+        self.watches: list[Watch] = []
+        # The first name of each layer.
+        self.names: dict[int, str] = {}
+        owners: Counter[int] = Counter()
+        for name, layer in hooks._module.named_modules(remove_duplicate=False):
+            self.names.setdefault(id(layer), name)
+            owners.update(map(id, layer._parameters.values()))
+        self._tied = {key for key, count in owners.items() if count > 1}
         self._visited: set[int] = set()
 
     def visit(self, layer: nn.Module) -> bool:
@@ -277,9 +302,10 @@ class Search:
 
     def _layout(self, layer: nn.Module) -> Layout | None:
         """Returns where the samples of a layer are; None if Opacus's hooks know."""
-        if not any(p.requires_grad for p in layer.parameters()):
+        if not any(parameter.requires_grad for parameter in layer.parameters()):
             return None
         norms = getattr(self.hooks, "NORM_SAMPLERS", {})
+        # The norms of a weight's uses do not tell the norm of their sum.
         if type(layer) in norms and self._is_tied(layer):
             return self._tied_layout(layer)
         if type(layer) in norms or type(layer) in self.hooks.GRAD_SAMPLERS:
@@ -291,32 +317,37 @@ class Search:
 
     def _refuse_inside(self, layer: nn.Module) -> None:
         """Refuses layers in one that functorch computes again as a whole."""
-        for name, part in layer.named_modules(prefix=self.names[id(layer)]):
-            simple = isinstance(part, nn.MultiheadAttention) and not random_part(part)
-            if layout_of(part) is None or simple:
+        outer_name = self.names[id(layer)]
+        for name, inner in layer.named_modules(prefix=outer_name):
+            simple = isinstance(inner, nn.MultiheadAttention) and not random_part(inner)
+            # Attention without dropout is products, which functorch can run.
+            if layout_of(inner) is None or simple:
                 continue
-            outer = f"{self.names[id(layer)] or 'the model'} ({type(layer).__name__})"
+            outer = describe(outer_name, layer)
             raise Refused(
                 f"{outer} owns parameters, so that Opacus computes all of it again by "
-                f"functorch, which can't run {name} ({type(part).__name__}) in it.",
+                f"functorch, which can't run {describe(name, inner)} in it.",
                 module=outer,
                 remedy="Train it with PrivacyEngine.make_private of the model itself, "
                 "or let a module of their own own these parameters.",
             )
 
     def _is_tied(self, layer: nn.Module) -> bool:
-        own = (p for p in layer.parameters(recurse=False) if p.requires_grad)
-        return any(id(p) in self._tied for p in own)
+        for parameter in layer.parameters(recurse=False):
+            if parameter.requires_grad and id(parameter) in self._tied:
+                return True
+        return False
 
     def _tied_layout(self, layer: nn.Module) -> Layout:
         """Returns the layout of a layer whose ghost norms miss a term."""
         if type(layer) in LAYERS and not isinstance(layer, nn.EmbeddingBag):
-            return plain(0 if self.hooks.batch_first else 1)
-        what = f"{self.names[id(layer)] or 'the model'} ({type(layer).__name__})"
+            return plain(int(not self.hooks.batch_first))
+        layer_name = describe(self.names[id(layer)], layer)
         raise Refused(
-            f"{what} shares a parameter with another layer, or is used under several "
-            "names, and the ghost norms of the uses have no term for all of them.",
-            module=what,
+            f"{layer_name} shares a parameter with another layer, or is used under "
+            "several names, and the ghost norms of the uses have no term for all of "
+            "them.",
+            module=layer_name,
             remedy="Train it with PrivacyEngine.make_private of the model itself, "
             'grad_sample_mode="ghost_bk", or use GradSampleModule.',
         )
@@ -331,9 +362,8 @@ def iterate_submodules(iterate: Callable) -> Callable:
     @functools.wraps(iterate)
     def submodules(self: Any, module: nn.Module) -> Iterator[nn.Module]:
         """The layers that get Opacus's hooks."""
-        search = vars(self).get("_search")
-        if search is None:
-            search = Search(self)
+        # Outside of add_hooks() each layer is looked at by itself.
+        search = vars(self).get("_search") or Search(self)
         if not search.visit(module):
             yield from iterate(self, module)
 
@@ -347,6 +377,7 @@ def add_hooks(add: Callable) -> Callable:
     def add_all(self: Any, *, loss_reduction: str = "mean", **kwargs: Any) -> None:
         """Adds hooks; refuses before a layer has any."""
         try:
+            # Opacus itself refuses a module that has hooks already.
             if not hasattr(self._module, "autograd_grad_sample_hooks"):
                 _refuse(self)
             vars(self)["_search"] = search = Search(self)
@@ -363,12 +394,11 @@ def _refuse(hooks: Any) -> None:
     """Refuses what can't be watched; leaves no attributes of Opacus's behind then."""
     vars(hooks)["_search"] = search = Search(hooks)
     try:
-        for _ in hooks.iterate_submodules(hooks._module):
-            pass
+        list(hooks.iterate_submodules(hooks._module))
         for watch in search.watches:
             watch.refuse()
     except Refused:
-        for p in hooks._module.parameters():
+        for parameter in hooks._module.parameters():
             for name in OPACUS_PARAM_MONKEYPATCH_ATTRS:
-                vars(p).pop(name, None)
+                vars(parameter).pop(name, None)
         raise

@@ -15,7 +15,14 @@ T = torch.Tensor
 
 
 class Words(NamedTuple):
-    """A refusal: what is meant, what is wrong with it, and what to do, as templates."""
+    """
+    A refusal, as templates.
+
+    Attributes:
+        name: what is refused
+        reason: what is wrong with it
+        remedy: what to do
+    """
 
     name: str
     reason: str
@@ -92,48 +99,61 @@ TABLES = (
 )
 
 
-def kind_of(x: Any) -> dict[str, str]:
+def kind_of(value: Any) -> dict[str, str]:
     """Returns what can't be cut along a dim, and the function that may take it."""
-    if isinstance(x, PackedSequence):
+    if isinstance(value, PackedSequence):
         return {"kind": "a PackedSequence", "take": "packed"}
-    if isinstance(x, T):
+    if isinstance(value, T):
         return {"kind": "a nested or sparse tensor", "take": "items"}
-    return {"kind": f"of type {type(x).__name__}", "take": "items"}
+    return {"kind": f"of type {type(value).__name__}", "take": "items"}
 
 
 def take_of(module: nn.Module, tensors: Sequence[T]) -> str:
     """Returns the name of what may take samples from flat tensors."""
-    if any(isinstance(m, nn.EmbeddingBag) for m in module.modules()):
-        return "opacus_ext.take.bags"
-    numbers = [x for x in tensors if x.dtype is torch.long]
-    edges = any(x.dim() == 2 and len(x) == 2 for x in numbers)
-    graphs_of_nodes = any(x.shape == tensors[0].shape[:1] for x in numbers)
-    return "opacus_ext.take.graphs" if edges and graphs_of_nodes else "function"
+    for layer in module.modules():
+        if isinstance(layer, nn.EmbeddingBag):
+            return "opacus_ext.take.bags"
+    # A graph has its edges as numbers [2, edges], and the graph of each node.
+    has_edges = has_graphs = False
+    for tensor in tensors:
+        if tensor.dtype is torch.long:
+            has_edges |= tensor.dim() == 2 and len(tensor) == 2
+            has_graphs |= tensor.shape == tensors[0].shape[:1]
+    if has_edges and has_graphs:
+        return "opacus_ext.take.graphs"
+    return "function"
 
 
 def other_dim(tensors: Mapping[str, T], size: int, batch_dim: int) -> str:
     """Returns the advice for a tensor whose batch is in the other one of two dims."""
-    of_size = {
-        name: [dim for dim, n in enumerate(x.shape[:2]) if n == size]
-        for name, x in tensors.items()
-        if x.dim() > 1
-    }
     other = 1 - batch_dim
-    for name, dims in of_size.items():
-        if dims == [other]:
-            advice = f"If the batch is dim {other} of {name}, pass {name}.transpose"
-            if any(batch_dim in dims for dims in of_size.values()):
-                return f"{advice}(0, 1), and transpose it back in the forward. "
-            first = bool(batch_dim)
-            return f"{advice}(0, 1), or make_private(batch_first={first}). "
-    return ""
+    turned = ""
+    has_batch = False
+    for name, tensor in tensors.items():
+        if tensor.dim() > 1:
+            if tensor.shape[batch_dim] == size:
+                has_batch = True
+            elif tensor.shape[other] == size:
+                turned = turned or name
+    if not turned:
+        return ""
+    advice = f"If the batch is dim {other} of {turned}, pass {turned}.transpose(0, 1)"
+    # Another batch_dim would turn the tensors that are right.
+    if has_batch:
+        return f"{advice}, and transpose it back in the forward. "
+    return f"{advice}, or make_private(batch_first={bool(batch_dim)}). "
 
 
 def sample_of(samples: Samples, names: Sequence[str]) -> str:
     """Returns what a sample is made of: shapes, and names if there are some."""
     parts = []
-    for i, (x, own) in enumerate(zip(samples.leaves, samples.by_sample)):
-        if isinstance(x, T) and x.dim():
-            shape = tuple(x.shape[1:]) if own else f"{tuple(x.shape)} (shared)"
-            parts.append(f"{names[i]} {shape}" if names else str(shape))
+    for number, leaf in enumerate(samples.leaves):
+        if isinstance(leaf, T) and leaf.dim():
+            described = f"{tuple(leaf.shape)} (shared)"
+            if samples.by_sample[number]:
+                described = f"{tuple(leaf.shape[1:])}"
+            # take= gives samples of a user's own form, whose parts have no names.
+            if names:
+                described = f"{names[number]} {described}"
+            parts.append(described)
     return ", ".join(parts)

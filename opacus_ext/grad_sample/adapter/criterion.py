@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from numbers import Number
-from typing import Any, Callable
+from typing import Any, Callable, Hashable, Iterable, Sequence
 
 import numpy as np
 import torch
@@ -42,71 +42,97 @@ class SampleCriterion:
     """
 
     def __init__(self, criterion: Callable, reduction: str, warn: Callable[..., None]):
-        self.criterion, self.reduction, self.warn = criterion, reduction, warn
+        self.criterion = criterion
+        self.reduction = reduction
+        self.warn = warn
         self.state = State(criterion)
         self.dims = dict(enumerate(_DIMS.get(type(criterion), ())))
         self.name = getattr(criterion, "__name__", type(criterion).__name__)
-        self._calls: dict[tuple, int] = {}  # number of calls by kind of arguments
-        self._tables: set[tuple] = set()  # shared arguments
-        self._lengths: dict[Any, int] = {}  # of lists that are constants
+        # The number of calls with each kind of arguments.
+        self._calls: dict[tuple, int] = {}
+        # Arguments that all samples share, by kind and number.
+        self._tables: set[tuple] = set()
+        # The lengths of lists that are constants.
+        self._lengths: dict[Any, int] = {}
 
-    def __call__(self, args: tuple, kwargs: dict, shape: Any, size: int) -> T:
+    def __call__(
+        self, args: tuple, kwargs: dict, shape: Sequence[int] | None, batch_size: int
+    ) -> T:
         """
         Returns the losses ``[B]`` of ``size`` samples; ``shape`` is ``[B, T]`` if
         outputs and targets are of flattened tokens. Refuses arguments that are no
         samples, losses that depend on other samples, and a state that changes.
         """
-        rows = size if shape is None else shape[0] * shape[1]
-        for place, x in (*enumerate(args), *kwargs.items()):
-            self._check_constants(place, x, (size, rows))
-        direct = None if kwargs else AT_ONCE.get(type(self.criterion))
-        losses = None if direct is None else direct(self.criterion, shape, *args)
-        leaves, spec = tree_flatten((args, kwargs))
-        kinds = ((x.dim(), x.dtype) if isinstance(x, T) else type(x) for x in leaves)
-        kind = key_of_tree(spec) or object(), *kinds
-        if shape is None and not torch.is_grad_enabled():  # the batch size is unknown
-            dims = ((self.dims.get(i, 0), x) for i, x in enumerate(leaves))
-            sizes = (x.shape[d] for d, x in dims if isinstance(x, T) and x.dim() > d)
-            size = next(sizes, size)
+        rows = batch_size if shape is None else shape[0] * shape[1]
+        for key, value in (*enumerate(args), *kwargs.items()):
+            self._check_constants(key, value, (batch_size, rows))
+        losses = None
+        if not kwargs and type(self.criterion) in AT_ONCE:
+            losses = AT_ONCE[type(self.criterion)](self.criterion, shape, *args)
+        leaves, structure = tree_flatten((args, kwargs))
+        kind = key_of_tree(structure) or object(), *map(_kind_of, leaves)
+        if shape is None and not torch.is_grad_enabled():
+            batch_size = self._size_of(leaves, batch_size)
         if losses is None:
-            samples = self._samples(kind, leaves, spec, shape, size)
+            samples = self._samples(kind, leaves, structure, shape, batch_size)
             losses = self._explained(samples)
             if torch.is_grad_enabled():
-                whole = (i for i, own in enumerate(samples.by_sample) if not own)
-                self._tables.update((kind, i) for i in whole)
-        if losses.shape != (size,):
-            raise self._not_samples(leaves, size)
+                for number, by_sample in enumerate(samples.by_sample):
+                    if not by_sample:
+                        self._tables.add((kind, number))
+        if losses.shape != (batch_size,):
+            raise self._not_samples(leaves, batch_size)
         count = self._calls.get(kind, 0)
-        if count & (count + 1) == 0 and len(losses):  # increasingly rarely
-            if any(map(_is_half, leaves)):  # whose rounding is no mixing
-                leaves = [x.float() if _is_half(x) else x for x in leaves]
-                args, kwargs = tree_unflatten(leaves, spec)
-                wide = self._losses_of_wide(kind, leaves, spec, shape, size)
-                if wide is not None:
-                    self._compare(wide, args, kwargs)
-            else:
-                self._compare(losses.detach(), args, kwargs)
+        # Calls 1, 2, 4, 8 and so on are compared with the criterion of the batch.
+        if count & (count + 1) == 0 and len(losses):
+            compared: T | None = losses.detach()
+            if any(map(_is_half, leaves)):
+                # Numbers of 16 bits are rounded differently, which is no mixing.
+                leaves = [leaf.float() if _is_half(leaf) else leaf for leaf in leaves]
+                args, kwargs = tree_unflatten(leaves, structure)
+                compared = self._losses_of_wide(
+                    kind, leaves, structure, shape, batch_size
+                )
+            if compared is not None:
+                self._compare(compared, args, kwargs)
         self._calls[kind] = count + 1
         return losses
 
+    def _size_of(self, leaves: list, batch_size: int) -> int:
+        """Returns the batch size of outputs that have no graph, which would tell it."""
+        for number, leaf in enumerate(leaves):
+            batch_dim = self.dims.get(number, 0)
+            if isinstance(leaf, T) and leaf.dim() > batch_dim:
+                return leaf.shape[batch_dim]
+        return batch_size
+
     def _samples(
-        self, kind: tuple, leaves: list, spec: TreeSpec, shape: Any, size: int
+        self,
+        kind: tuple,
+        leaves: list,
+        structure: TreeSpec,
+        shape: Sequence[int] | None,
+        batch_size: int,
     ) -> Samples:
-        tokens = torch.Size([size, 1] if shape is None else shape[:2])
-        by_sample, samples = [], list(leaves)
-        for i, x in enumerate(leaves):
-            dim = self.dims.get(i, 0)
-            own = isinstance(x, T) and x.dim() > dim and x.shape[dim] == tokens.numel()
-            if isinstance(x, T) and x.requires_grad and not own:
-                raise self._not_samples(leaves, size)
-            by_sample.append(own and (x.requires_grad or (kind, i) not in self._tables))
-            if by_sample[i]:
-                samples[i] = x.unflatten(dim, tokens).movedim(dim, 0)
-        places = [i for i, own in enumerate(by_sample) if own]
-        tensors = set_apart([samples[i] for i in places], [0] * len(places))
-        for i, x in zip(places, tensors):
-            samples[i] = x
-        return Samples(None, samples, by_sample, spec, size)
+        tokens = torch.Size([batch_size, 1] if shape is None else shape[:2])
+        batched: dict[int, T] = {}
+        for number, leaf in enumerate(leaves):
+            if not isinstance(leaf, T):
+                continue
+            batch_dim = self.dims.get(number, 0)
+            if leaf.dim() <= batch_dim or leaf.shape[batch_dim] != tokens.numel():
+                if leaf.requires_grad:
+                    raise self._not_samples(leaves, batch_size)
+            # An argument that was shared once stays so in a batch that is as long.
+            elif leaf.requires_grad or (kind, number) not in self._tables:
+                batched[number] = leaf.unflatten(batch_dim, tokens).movedim(
+                    batch_dim, 0
+                )
+        samples, by_sample = list(leaves), [False] * len(leaves)
+        apart = set_apart([*batched.values()], [0] * len(batched))
+        for number, tensor in zip(batched, apart):
+            samples[number], by_sample[number] = tensor, True
+        return Samples(None, samples, by_sample, structure, batch_size)
 
     def _explained(self, samples: Samples) -> T:
         """Returns the losses; an error says that samples are alone in the criterion."""
@@ -115,7 +141,9 @@ class SampleCriterion:
         except Exception as error:
             if not isinstance(error, (Refused, torch.OutOfMemoryError)):
                 pairs = zip(samples.leaves, samples.by_sample)
-                shapes = [tuple(x.shape[1:]) for x, own in pairs if own]
+                shapes = [
+                    tuple(leaf.shape[1:]) for leaf, by_sample in pairs if by_sample
+                ]
                 add_note(
                     error,
                     f"The criterion {self.name} is given each sample alone, as a batch "
@@ -124,37 +152,43 @@ class SampleCriterion:
                 )
             raise
 
-    def _losses(self, samples: Samples) -> T:
-        found: list[tuple[T | None, T]] = []
-        self.state.remember()
-
-        def call(sample: Any) -> T:
-            loss = self.criterion(*sample[0], **sample[1])
-            if not isinstance(loss, T) or loss.numel() != 1:
-                raise self._refused(
-                    f"returns {tuple(loss.shape) if isinstance(loss, T) else loss!r} "
-                    "for a sample alone, which is not one number.",
-                    'Give it reduction="mean" or "sum".',
-                )
+    def _loss(self, sample: tuple[tuple, dict]) -> T:
+        """Returns the loss of a sample alone."""
+        args, kwargs = sample
+        loss = self.criterion(*args, **kwargs)
+        if isinstance(loss, T) and loss.numel() == 1:
             return loss.reshape(())
+        value = tuple(loss.shape) if isinstance(loss, T) else loss
+        raise self._refused(
+            f"returns {value!r} for a sample alone, which is not one number.",
+            'Give it reduction="mean" or "sum".',
+        )
+
+    def _losses(self, samples: Samples) -> T:
+        if not samples.size:
+            for leaf, by_sample in zip(samples.leaves, samples.by_sample):
+                if by_sample:
+                    return leaf.sum() + leaf.new_zeros(0)
+            raise self._not_samples(samples.leaves, 0)
+        rows: list[Any] = []
+        losses: list[T] = []
+        self.state.remember()
 
         def at_once(some: Samples) -> None:
             group = SampleGroup((), some.size)
             with group.level:
                 sample = some.tree(group.wrap)
-                loss = group.watch(lambda: call(sample))
-                found.append((some.rows, group.inner(loss)))
+                loss = group.watch(lambda: self._loss(sample))
+                losses.append(group.inner(loss))
+                rows.append(some.rows)
 
-        def alone(some: Samples, i: int) -> None:
-            row = torch.tensor([i]) if some.rows is None else some.rows[i : i + 1]
-            found.append((row, call(some.alone(i))[None]))
+        def alone(some: Samples, number: int) -> None:
+            row = torch.tensor([number])
+            if some.rows is not None:
+                row = some.rows[number : number + 1]
+            losses.append(self._loss(some.alone(number))[None])
+            rows.append(row)
 
-        if not samples.size:
-            given = zip(samples.leaves, samples.by_sample)
-            empty = next((x for x, own in given if own), None)
-            if empty is None:
-                raise self._not_samples(samples.leaves, 0)
-            return empty.sum() + empty.new_zeros(0)
         in_groups([samples], at_once, alone)
         changes = self.state.changes()
         if changes:
@@ -163,16 +197,15 @@ class SampleCriterion:
                 f"changes {changes[0].name} when it is called, which would carry data "
                 "of one batch to the next without noise."
             )
-        rows, losses = zip(*found)
-        if rows == (None,):
+        if rows == [None]:
             return losses[0]
         return torch.cat(losses)[torch.cat(rows).argsort().to(losses[0].device)]
 
     @torch.no_grad()
-    def _losses_of_wide(self, *given: Any) -> T | None:
+    def _losses_of_wide(self, *args: Any) -> T | None:
         """Returns losses of float32 inputs, or None: its weights may have 16 bits."""
         try:
-            return self._losses(self._samples(*given))
+            return self._losses(self._samples(*args))
         except Refused:
             raise
         except Exception:
@@ -184,26 +217,30 @@ class SampleCriterion:
         self.state.remember()
         try:
             with torch.random.fork_rng([losses.device] if losses.is_cuda else []):
-                whole, again = (self.criterion(*args, **kwargs) for _ in range(2))
+                batch, again = (self.criterion(*args, **kwargs) for _ in range(2))
         except Exception:
-            return  # it supports single samples only
+            # A criterion may support single samples only.
+            return
         finally:
             self.state.restore()
-        same = isinstance(whole, T) and whole.shape == again.shape
-        if not same or not torch.allclose(whole, again, equal_nan=True):
-            return  # it is random
-        mine = losses if whole.dim() else getattr(losses, self.reduction)()
-        values = f"it gives shape {tuple(whole.shape)} for the batch."
-        if mine.shape == whole.shape:
-            if torch.allclose(mine, whole.to(mine), 1e-3, 1e-5, equal_nan=True):
+        is_one = isinstance(batch, T) and batch.shape == again.shape
+        # A criterion that draws random numbers gives two values.
+        if not is_one or not torch.allclose(batch, again, equal_nan=True):
+            return
+        reduced = losses
+        if not batch.dim():
+            reduced = getattr(losses, self.reduction)()
+        values = f"it gives shape {tuple(batch.shape)} for the batch."
+        if reduced.shape == batch.shape:
+            if torch.allclose(reduced, batch.to(reduced), 1e-3, 1e-5, equal_nan=True):
                 return
             values = (
-                f"it gives {float(whole.flatten()[0]):.6g} for the batch, and the "
+                f"it gives {float(batch.flatten()[0]):.6g} for the batch, and the "
                 f"{self.reduction} of what it gives for each sample alone is "
-                f"{float(mine.flatten()[0]):.6g}."
+                f"{float(reduced.flatten()[0]):.6g}."
             )
-        own = type(self.criterion).__module__ != nn.modules.loss.__name__
-        if own or mine.shape != whole.shape:
+        is_of_torch = type(self.criterion).__module__ == nn.modules.loss.__name__
+        if not is_of_torch or reduced.shape != batch.shape:
             raise self._refused(
                 f"mixes samples: {values} What depends on the batch (its largest loss, "
                 "class weights counted in it, negatives from other samples, a mean "
@@ -216,40 +253,72 @@ class SampleCriterion:
             "what the others have in the one and not in the other.",
         )
 
-    def _check_constants(self, place: Any, x: Any, sizes: tuple[int, int]) -> None:
+    def _check_constants(
+        self, key: Hashable, value: Any, sizes: tuple[int, int]
+    ) -> None:
         """
         Refuses what may hold items of single samples and is no tensor of samples. A
         list is a constant if it keeps its length while batch sizes differ.
         """
-        number = isinstance(x, np.ndarray) and not x.ndim
-        if number or isinstance(x, (T, *_CONSTANTS)) or callable(x):
+        if isinstance(value, (T, *_CONSTANTS)) or callable(value):
             return
-        leaves, what, items = tree_leaves(x), type(x).__name__, []
-        refused = len(leaves) == 1 and leaves[0] is x  # an opaque object
-        if isinstance(x, dict):
-            items = list(x.items())
-        elif isinstance(x, (list, tuple, np.ndarray)):
-            items, size = list(enumerate(x)), sizes[0]
-            what += f" of {type(x[0]).__name__}" if items else ""
-            # Several items a sample, or one, are as many as a multiple of the batch.
-            if len(x) not in sizes and (size < 2 or len(x) % size):
-                self._lengths.setdefault(place, len(x))
-            tensors = [y for y in leaves if isinstance(y, T)]
-            whole = [y for y in tensors if not y.dim() or len(y) not in sizes]
-            refused = not tensors or not all(y.requires_grad for y in whole)
-            words = any(isinstance(y, str) for y in x)
-            refused &= bool(items) and (words or len(x) != self._lengths.get(place))
+        # An array without dims is a number.
+        if isinstance(value, np.ndarray) and not value.ndim:
+            return
+        kind = type(value).__name__
+        leaves = tree_leaves(value)
+        # An object of a class that torch does not know is a leaf of its own.
+        refused = len(leaves) == 1 and leaves[0] is value
+        items: Iterable[tuple] = ()
+        if isinstance(value, dict):
+            items = value.items()
+        elif isinstance(value, (list, tuple, np.ndarray)):
+            items = enumerate(value)
+            if len(value):
+                kind += f" of {type(value[0]).__name__}"
+            refused = self._may_be_samples(key, value, leaves, sizes)
         if refused:
             raise self._refused(
-                f"was given a {what}, whose items may belong to single samples.",
+                f"was given a {kind}, whose items may belong to single samples.",
                 "Give tensors [B, ...]: labels as numbers, torch.tensor(...).",
             )
-        for key, y in items:
-            self._check_constants((place, key), y, sizes)
+        for inner, item in items:
+            self._check_constants((key, inner), item, sizes)
 
-    def _not_samples(self, leaves: list, size: int) -> Refused:
-        shapes = [tuple(x.shape) for x in leaves if isinstance(x, T)]
-        if any(isinstance(x, T) and x.requires_grad and not x.dim() for x in leaves):
+    def _may_be_samples(
+        self,
+        key: Hashable,
+        items: list | tuple | np.ndarray,
+        leaves: list,
+        sizes: tuple[int, int],
+    ) -> bool:
+        """Returns True for a list whose items may belong to single samples."""
+        length = len(items)
+        batch_size = sizes[0]
+        # Several items a sample, or one, are as many as a multiple of the batch.
+        if length not in sizes and (batch_size < 2 or length % batch_size):
+            self._lengths.setdefault(key, length)
+        has_tensors = has_others = False
+        for leaf in leaves:
+            if isinstance(leaf, T):
+                has_tensors = True
+                by_sample = leaf.dim() and len(leaf) in sizes
+                has_others |= not by_sample and not leaf.requires_grad
+        if not length or has_tensors and not has_others:
+            return False
+        # A sentence is of a sample, however many there are.
+        if any(isinstance(item, str) for item in items):
+            return True
+        return length != self._lengths.get(key)
+
+    def _not_samples(self, leaves: list, batch_size: int) -> Refused:
+        shapes = []
+        is_squeezed = False
+        for leaf in leaves:
+            if isinstance(leaf, T):
+                shapes.append(tuple(leaf.shape))
+                is_squeezed |= leaf.requires_grad and not leaf.dim()
+        if is_squeezed:
             return self._refused(
                 f"was given a number that the model returns for each sample (shapes "
                 f"{shapes}).",
@@ -257,19 +326,28 @@ class SampleCriterion:
                 "criterion(opacus_ext.losses.model_losses(model, batch)).backward().",
             )
         return self._refused(
-            f"was given shapes {shapes} for a batch of {size} samples.",
+            f"was given shapes {shapes} for a batch of {batch_size} samples.",
             "The privacy unit is the sample: give outputs and targets [B, ...]; for "
             "flattened tokens criterion(logits.flatten(0, 1), targets.flatten(), shape="
             "[B, T]), for a model's own loss "
             "criterion(opacus_ext.losses.model_losses(model, batch)).",
         )
 
-    def _refused(self, what: str, remedy: str = "") -> Refused:
-        remedy = remedy or "Compute the loss of a sample from that sample alone."
-        reason = f"The criterion {self.name} {what}"
-        return Refused(reason, parameter="criterion", remedy=remedy)
+    def _refused(self, reason: str, remedy: str = "") -> Refused:
+        return Refused(
+            f"The criterion {self.name} {reason}",
+            parameter="criterion",
+            remedy=remedy or "Compute the loss of a sample from that sample alone.",
+        )
 
 
-def _is_half(x: Any) -> bool:
+def _kind_of(leaf: Any) -> Any:
+    """Returns what calls with arguments of one kind have in common."""
+    return (leaf.dim(), leaf.dtype) if isinstance(leaf, T) else type(leaf)
+
+
+def _is_half(leaf: Any) -> bool:
     """Returns True for a tensor of 16-bit floating point numbers."""
-    return isinstance(x, T) and x.is_floating_point() and x.dtype.itemsize == 2
+    if not isinstance(leaf, T):
+        return False
+    return leaf.is_floating_point() and leaf.dtype.itemsize == 2

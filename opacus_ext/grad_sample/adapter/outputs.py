@@ -36,31 +36,42 @@ def flatten(tree: Any) -> tuple[list[tuple[Any, Any]], TreeSpec]:
     return tree_flatten_with_path(tree, is_leaf=_is_packed)
 
 
-def _is_packed(x: Any) -> bool:
-    return isinstance(x, PackedSequence)
+def _is_packed(value: Any) -> bool:
+    return isinstance(value, PackedSequence)
 
 
 class Leaf(NamedTuple):
-    """One value that the samples of a group returned."""
+    """
+    One value that the samples of a group returned.
 
-    value: Any  # all samples' values ``[B, *shape]`` if ``by_sample``, else shared
+    Attributes:
+        value: all samples' values ``[B, *shape]`` if ``by_sample``, else shared
+    """
+
+    value: Any
     by_sample: bool
 
 
 class Returned(NamedTuple):
-    """The output of a group of samples, a tree."""
+    """
+    The output of a group of samples, a tree.
 
-    rows: T | None  # indices of the samples in the batch; None for all
+    Attributes:
+        rows: indices of the samples in the batch; None for all
+        names: names of the leaves
+    """
+
+    rows: T | None
     size: int
     leaves: list[Leaf]
-    names: list[str]  # names of the leaves
+    names: list[str]
     spec: TreeSpec
 
     def with_graph(self) -> dict[int, T]:
         """Returns the leaves that have a graph, by their numbers."""
         return {
-            i: leaf.value
-            for i, leaf in enumerate(self.leaves)
+            number: leaf.value
+            for number, leaf in enumerate(self.leaves)
             if leaf.by_sample and leaf.value.requires_grad
         }
 
@@ -70,24 +81,37 @@ def read_output(
 ) -> Returned:
     """Flattens the output of a model; ``read`` turns a value into a leaf."""
     if dataclasses.is_dataclass(output) and not isinstance(output, (type, dict)):
-        fields = {f.name: getattr(output, f.name) for f in dataclasses.fields(output)}
-        output = {_KIND: type(output), **fields}
+        # To torch a dataclass is one leaf. A dict of its fields is a tree.
+        parts = {_KIND: type(output)}
+        for field in dataclasses.fields(output):
+            parts[field.name] = getattr(output, field.name)
+        output = parts
+    values, names = [], []
     try:
-        pairs, spec = flatten(output)
-        leaves = [x for _, x in pairs]
-        names = [f"output{keystr(path)}" for path, _ in pairs]
-    except ValueError:  # a pytree class without names
-        leaves, spec = tree_flatten(output, is_leaf=_is_packed)
-        names = [f"output, part {i}" for i in range(len(leaves))]
-    return Returned(rows, size, [read(x) for x in leaves], names, spec)
+        pairs, structure = flatten(output)
+        for path, value in pairs:
+            values.append(value)
+            names.append(f"output{keystr(path)}")
+    except ValueError:
+        # A class may be registered as a pytree without names for its parts.
+        values, structure = tree_flatten(output, is_leaf=_is_packed)
+        names = [f"output, part {number}" for number in range(len(values))]
+    return Returned(rows, size, [*map(read, values)], names, structure)
 
 
 class BatchOutput(NamedTuple):
-    """The output of the batch, a tree."""
+    """
+    The output of the batch, a tree.
 
-    values: list[Any]  # the leaves; None for those in ``tensors``
-    tensors: dict[int, T]  # leaves that get a graph, detached, by their numbers
-    dims: dict[int, int | None]  # batch dims of these; None for a loss, ``[B]``
+    Attributes:
+        values: the leaves; None for those in ``tensors``
+        tensors: leaves that get a graph, detached, by their numbers
+        dims: batch dims of these; None for a loss, ``[B]``
+    """
+
+    values: list[Any]
+    tensors: dict[int, T]
+    dims: dict[int, int | None]
     spec: TreeSpec
 
     def with_tensors(self, tensors: Sequence[T], mean_of: Callable[[T], T]) -> Any:
@@ -96,8 +120,10 @@ class BatchOutput(NamedTuple):
         losses ``[B]`` their mean.
         """
         values = list(self.values)
-        for i, x in zip(self.tensors, tensors):
-            values[i] = mean_of(x) if self.dims[i] is None else x
+        for number, tensor in zip(self.tensors, tensors):
+            if self.dims[number] is None:
+                tensor = mean_of(tensor)
+            values[number] = tensor
         output = tree_unflatten(values, self.spec)
         if isinstance(output, dict) and _KIND in output:
             return output.pop(_KIND)(**output)
@@ -105,7 +131,8 @@ class BatchOutput(NamedTuple):
 
 
 _SUMS = {"add", "__add__", "__radd__", "sub", "__sub__", "__rsub__", "rsub"}
-# Of sums with a tensor of several entries: what is linear, or has no gradient.
+# The functions of sums with a tensor of several entries that are linear, or have no
+# gradient: the mean over samples stands for the sample's own loss in these alone.
 _LINEAR = _SUMS | {"mul", "__mul__", "__rmul__", "div", "__div__", "__truediv__", "neg"}
 _LINEAR |= {"mean", "sum", "detach", "__get__", "size", "dim", "numel", "to", "float"}
 
@@ -124,30 +151,37 @@ class MeanLoss(torch.Tensor):
 
     @classmethod
     def __torch_function__(
-        cls, func: Callable, types: Any, args: tuple = (), kwargs: Any = None
+        cls, function: Callable, types: Any, args: tuple = (), kwargs: Any = None
     ) -> Any:
         """Applies a function, unless it reads other tensors of several entries."""
-        leaves = [x for x in tree_leaves((args, kwargs)) if isinstance(x, T)]
-        shapes = [x.shape for x in leaves if not isinstance(x, cls) and x.numel() > 1]
-        sums = [x for x in leaves if isinstance(x, _SumWithOthers)]
-        name = getattr(func, "__name__", "")
-        if (shapes and name not in _SUMS) or (sums and name not in _LINEAR):
-            shape = tuple(shapes[0] if shapes else sums[0].shape)
+        others = []
+        sums = []
+        for value in tree_leaves((args, kwargs)):
+            if isinstance(value, _SumWithOthers):
+                sums.append(value)
+            elif isinstance(value, T) and not isinstance(value, cls):
+                if value.numel() > 1:
+                    others.append(value)
+        name = getattr(function, "__name__", "")
+        if others and name not in _SUMS or sums and name not in _LINEAR:
+            shape = tuple([*others, *sums][0].shape)
             raise _no_loss(f"used with a tensor of shape {shape}")
         try:
-            found = super().__torch_function__(func, types, args, kwargs or {})
+            result = super().__torch_function__(function, types, args, kwargs or {})
         except (IndexError, ValueError, RuntimeError) as error:
+            # The errors of a backward pass are those of the model.
             if isinstance(error, Refused) or name == "backward":
                 raise
             raise _no_loss(f"used in {name}, which fails ({error})") from error
-        if not isinstance(found, MeanLoss):
-            return found
-        mixed = bool(shapes or sums) and found.dim() > 0
-        return found.as_subclass(_SumWithOthers if mixed else MeanLoss)
+        if not isinstance(result, MeanLoss):
+            return result
+        if (others or sums) and result.dim() > 0:
+            return result.as_subclass(_SumWithOthers)
+        return result.as_subclass(MeanLoss)
 
-    def __format__(self, spec: str) -> str:
+    def __format__(self, format_spec: str) -> str:
         """Formats the number, as a tensor does."""
-        return format(self.as_subclass(T), spec)
+        return format(self.as_subclass(T), format_spec)
 
     def __repr__(self, **kwargs: Any) -> str:  # type: ignore[override]
         """Returns the text of a tensor."""
@@ -178,94 +212,121 @@ def combine_outputs(
         record: the ForwardRecord (forward.py)
         losses: True if each sample returned its loss
     """
-    first, model = returned[0], record.model.describe()
-    if any(r.spec != first.spec for r in returned):
-        reason = "has another structure for other samples"
-        values, spec = tree_flatten(NotEqual(model, "output", reason))
-        return BatchOutput(values, {}, {}, spec)
+    first = returned[0]
+    model = record.model.describe()
+    for group in returned:
+        if group.spec != first.spec:
+            reason = "has another structure for other samples"
+            values, structure = tree_flatten(NotEqual(model, "output", reason))
+            return BatchOutput(values, {}, {}, structure)
     output = BatchOutput([], {}, {}, first.spec)
-    for i, name in enumerate(first.names):
-        column = [(r.rows, r.size, *r.leaves[i]) for r in returned]
-        trained = any(by_sample and x.requires_grad for _, _, x, by_sample in column)
-        if losses or any(by_sample for *_, by_sample in column):
-            value, found = _tensor(record, name, column, losses, trained)
+    for number, name in enumerate(first.names):
+        leaves = [group.leaves[number] for group in returned]
+        batched = trained = False
+        for leaf in leaves:
+            batched |= leaf.by_sample
+            trained |= leaf.by_sample and leaf.value.requires_grad
+        if losses or batched:
+            value, batch_dim = _tensor(record, name, returned, leaves, losses, trained)
         else:
-            value, found = _shared([x for _, _, x, _ in column])
-        if isinstance(found, str):  # the reason why it can't be combined
-            value = NotEqual(model, name, found)
+            value, batch_dim = _shared(leaves)
+        # A string is the reason why the values of samples can't be combined.
+        if isinstance(batch_dim, str):
+            value = NotEqual(model, name, batch_dim)
         elif trained:
-            output.tensors[i], output.dims[i] = value, found
+            output.tensors[number] = value
+            output.dims[number] = batch_dim
             value = None
         output.values.append(value)
     return output
 
 
 def _tensor(
-    record: Any, name: str, column: list[tuple], losses: bool, trained: bool
+    record: Any,
+    name: str,
+    returned: Sequence[Any],
+    leaves: list[Leaf],
+    losses: bool,
+    trained: bool,
 ) -> tuple[Any, int | None | str]:
     """Returns the tensor of the batch with its batch dim, or the reason for none."""
-    if not all(isinstance(x, T) for _, _, x, _ in column):
-        return None, "is a tensor for some samples only"
-    whole = [
-        (x if by_sample else x.expand(n, *x.shape)).detach()
-        for _, n, x, by_sample in column
-    ]
-    shapes = {x.shape[1:] for x in whole}
+    parts = []
+    shapes = set()
+    for group, (value, by_sample) in zip(returned, leaves):
+        if not isinstance(value, T):
+            return None, "is a tensor for some samples only"
+        if not by_sample:
+            value = value.expand(group.size, *value.shape)
+        parts.append(value.detach())
+        shapes.add(value.shape[1:])
     if len(shapes) > 1:
-        found = ", ".join(str(tuple(shape)) for shape in sorted(shapes))
-        return None, f"has shapes {found} for single samples"
+        several = ", ".join(map(str, map(tuple, sorted(shapes))))
+        return None, f"has shapes {several} for single samples"
     (shape,) = shapes
-    every = whole[0]
-    if len(whole) > 1 or column[0][0] is not None:  # in order
-        every = every.new_empty(record.size, *shape)
-        for (rows, *_), x in zip(column, whole):
-            every[rows.to(every.device)] = x.to(every)
+    batch = parts[0]
+    if len(parts) > 1 or returned[0].rows is not None:
+        # The samples of a group may lie anywhere in the batch: their rows say where.
+        batch = batch.new_empty(record.size, *shape)
+        for group, part in zip(returned, parts):
+            batch[group.rows.to(batch.device)] = part.to(batch)
+    # A number that each sample returns is its loss, of which the mean is taken later.
     if not shape and (losses or trained):
-        return every, None
-    dim = _dim(record, name, shape)
-    if dim is not None:
-        return every.movedim(0, dim).flatten(dim, dim + 1).contiguous(), dim
+        return batch, None
+    batch_dim = _dim(record, name, shape)
+    if batch_dim is not None:
+        # Each sample has a dim of length one where the batch has its samples.
+        batch = batch.movedim(0, batch_dim).flatten(batch_dim, batch_dim + 1)
+        return batch.contiguous(), batch_dim
     if trained:
         return None, (
             f"has shape {tuple(shape)} for a sample alone, where dim "
             f"{record.model.batch_dim} should be the batch dim"
         )
-    bits = as_bits(every)
+    # What is equal may still be told apart by its bits, as 0.0 and -0.0 are.
+    bits = as_bits(batch)
     if record.size and bool((bits == bits[:1]).all()):
-        return every[0], None
+        return batch[0], None
     return None, "differs from sample to sample"
 
 
 def _dim(record: Any, name: str, shape: torch.Size) -> int | None:
     """Returns the batch dim of an output that has this shape for one sample."""
-    batch_dim, states = record.model.batch_dim, record.model.inputs.states
-    is_state = len(shape) == 3 and (shape[0], shape[2]) in states
-    either = batch_dim == 1 or is_state
-    dims = [d for d, n in enumerate(shape[:2]) if n == 1]
+    batch_dim = record.model.batch_dim
+    either = batch_dim == 1 or record.model.inputs.is_state(shape)
+    dims = [dim for dim, length in enumerate(shape[:2]) if length == 1]
     if dims == [0, 1] and (either or len(shape) > 2):
-        found = record.find_output_dim(name, shape)
-        return batch_dim if found is None and (record.size < 2 or not either) else found
-    return dims[0] if dims and (dims[0] == 0 or either) else None
+        dim = record.find_output_dim(name, shape)
+        # Only the whole batch tells which of two dims of length one grows with it.
+        if dim is None and (record.size < 2 or not either):
+            return batch_dim
+        return dim
+    if dims and (dims[0] == 0 or either):
+        return dims[0]
+    return None
 
 
-def _shared(values: list[Any]) -> tuple[Any, str | None]:
+def _shared(leaves: list[Leaf]) -> tuple[Any, str | None]:
     """Returns the value that all samples share, or the reason for none."""
-    first = values[0]
-    if not isinstance(first, (T, np.ndarray)) and is_hidden(first):
+    first = leaves[0].value
+    if is_hidden(first):
         return None, f"is a {type(first).__name__}, which may hold values of samples"
-    same = all(are_same(x, first) for x in values)
-    return first, None if same else "differs from sample to sample"
+    for leaf in leaves:
+        if not are_same(leaf.value, first):
+            return first, "differs from sample to sample"
+    return first, None
 
 
-def is_hidden(x: Any) -> bool:
+def is_hidden(value: Any) -> bool:
     """Returns True for an object, not a tensor or array, that may hold samples."""
-    known = isinstance(x, (*PLAIN, T, np.ndarray))
-    return not known and holds_data(x, lambda x: True)
+    known = isinstance(value, (*PLAIN, T, np.ndarray))
+    return not known and holds_data(value, lambda part: True)
 
 
 class NotEqual:
-    """Replaces an output that differs between samples and has no batch dim; refuses
-    any use."""
+    """
+    Replaces an output that differs between samples and has no batch dim; refuses any
+    use.
+    """
 
     def __init__(self, model: str, name: str, reason: str):
         vars(self)["_text"] = (
@@ -285,16 +346,17 @@ class NotEqual:
         )
 
     def __getattr__(self, name: str) -> Any:
+        # Python and torch ask for such names, to learn what an object can do.
         if name.startswith("__") and name.endswith("__"):
             raise AttributeError(name)
         return self._refuse()
 
     @classmethod
     def __torch_function__(
-        cls, func: Callable, types: Any, args: tuple = (), kwargs: Any = None
+        cls, function: Callable, types: Any, args: tuple = (), kwargs: Any = None
     ) -> NoReturn:
         leaves = tree_leaves((args, kwargs))
-        next(x for x in leaves if isinstance(x, NotEqual))._refuse()
+        next(leaf for leaf in leaves if isinstance(leaf, NotEqual))._refuse()
 
 
 class _RefusedUse(Refused, TypeError):
@@ -319,28 +381,38 @@ class Boundary(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, record, anchor, count, *tensors):
-        ctx.record, ctx.count = record, count
-        ctx.set_materialize_grads(False)
-        return tuple(x.detach() for x in tensors[:count])
+    def forward(context, record, anchor, count, *tensors):
+        context.record = record
+        context.count = count
+        # An output that no loss uses has no gradient, which is not one of zeros.
+        context.set_materialize_grads(False)
+        return tuple(tensor.detach() for tensor in tensors[:count])
 
     @staticmethod
-    def backward(ctx, *grads):
+    def backward(context, *grads):
         # autograd.grad() of inputs alone does not reach the anchor.
-        if will_run(ctx.next_functions[0][0]):
-            found = ctx.record.model.backward(ctx.record, grads)
+        if will_run(context.next_functions[0][0]):
+            of_inputs = context.record.model.backward(context.record, grads)
         else:
-            found = ctx.record.of_inputs(grads)
-        return (None, None, None, *[None] * ctx.count, *found)
+            of_inputs = context.record.of_inputs(grads)
+        return (None, None, None, *[None] * context.count, *of_inputs)
 
 
 class Dependencies(NamedTuple):
-    """The private models and leaves that a loss depends on."""
+    """
+    The private models and leaves that a loss depends on.
 
-    nodes: list[Any]  # Boundary nodes, also those behind the inputs of others
-    leaves: list[T]  # other leaves that would get a gradient
-    before: list[T]  # leaves that computed inputs of the private models
-    nested: bool  # True if inputs were computed from outputs of private models
+    Attributes:
+        nodes: Boundary nodes, also those behind the inputs of others
+        leaves: other leaves that would get a gradient
+        before: leaves that computed inputs of the private models
+        nested: True if inputs were computed from outputs of private models
+    """
+
+    nodes: list[Any]
+    leaves: list[T]
+    before: list[T]
+    nested: bool
 
     @property
     def records(self) -> list[Any]:
@@ -356,29 +428,33 @@ def dependencies_of(tensors: Sequence[T]) -> Dependencies:
     nodes, leaves = _walk(tensors)
     before: dict[int, T] = {}
     nested = False
-    for node in nodes:  # which grows
+    # The list grows while it is read, by the models that computed a model's inputs.
+    for node in nodes:
         inputs = node.record.trained
-        inner, more = _walk(inputs)
-        more += [x for x in inputs if x.is_leaf]
-        before.update((id(x), x) for x in more)
+        inner, sources = _walk(inputs)
+        for tensor in (*sources, *inputs):
+            if tensor.is_leaf:
+                before[id(tensor)] = tensor
         nested |= bool(inner)
-        nodes += [x for x in inner if x not in nodes]
+        nodes += [parent for parent in inner if parent not in nodes]
     return Dependencies(nodes, leaves, [*before.values()], nested)
 
 
 def _walk(tensors: Sequence[T]) -> tuple[list[Any], list[T]]:
     """Returns the Boundary nodes and leaves where the graph of tensors ends."""
-    nodes, leaves, seen = [], [], set()
-    todo = [x.grad_fn for x in tensors]
-    while todo:
-        node = todo.pop()
-        if node is None or node in seen:
+    nodes, leaves = [], []
+    visited = set()
+    pending = [tensor.grad_fn for tensor in tensors]
+    while pending:
+        node = pending.pop()
+        if node is None or node in visited:
             continue
-        seen.add(node)
+        visited.add(node)
         if getattr(node, "_forward_cls", None) is Boundary:
+            # What is behind a private model is none of the loss's own graph.
             nodes.append(node)
             continue
         if hasattr(node, "variable"):
             leaves.append(node.variable)
-        todo += [parent for parent, _ in node.next_functions]
+        pending += [parent for parent, number in node.next_functions]
     return nodes, leaves

@@ -56,19 +56,20 @@ class Doubt(NamedTuple):
     counts: bool = False
 
 
-_draws = WeakIdKeyDictionary()  # by tensor
+# The draws of tensors that loaders gave. Weak keys free what a loop has left.
+_draws = WeakIdKeyDictionary()
 
 
 def mark(batch: Any, draw: Draw) -> None:
     """Notes that the tensors of a batch are of a draw."""
-    for x in tree_leaves(batch):
-        if isinstance(x, T):
-            _draws[x] = draw
+    for leaf in tree_leaves(batch):
+        if isinstance(leaf, T):
+            _draws[leaf] = draw
 
 
-def draw_of(x: T) -> Draw | None:
+def draw_of(tensor: T) -> Draw | None:
     """Returns the draw that a tensor is of, if it is one that the loader gave."""
-    return _draws.get(x)
+    return _draws.get(tensor)
 
 
 class Pass(NamedTuple):
@@ -98,13 +99,16 @@ class Pass(NamedTuple):
         """Returns True if both have the same inputs, of one place or of equal bits."""
         if len(self.inputs) != len(other.inputs) or not self.inputs:
             return False
-        if any(x._version != v for x, v in (*self.inputs, *other.inputs)):
-            return False  # they were changed since
-        pairs = [(x, y) for (x, _), (y, _) in zip(self.inputs, other.inputs)]
-        if all(_are_one(x, y) for x, y in pairs):
+        # What was changed since does not tell what it was.
+        for tensor, version in (*self.inputs, *other.inputs):
+            if tensor._version != version:
+                return False
+        both = zip(self.inputs, other.inputs)
+        pairs = [(tensor, theirs) for (tensor, _), (theirs, _) in both]
+        if all(_are_one(*pair) for pair in pairs):
             return True
         # Two records may be equal by chance; several in a row are copies.
-        return self.size > 1 and all(have_same_bits(x, y) for x, y in pairs)
+        return self.size > 1 and all(have_same_bits(*pair) for pair in pairs)
 
 
 def second_pass(others: str) -> Refused:
@@ -118,10 +122,10 @@ def second_pass(others: str) -> Refused:
     )
 
 
-def _are_one(x: T, y: T) -> bool:
+def _are_one(tensor: T, other: T) -> bool:
     """Returns True for tensors of one place in memory."""
-    form = x.data_ptr(), x.shape, x.stride(), x.dtype
-    return form == (y.data_ptr(), y.shape, y.stride(), y.dtype)
+    form = tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
+    return form == (other.data_ptr(), other.shape, other.stride(), other.dtype)
 
 
 class Passes:
@@ -134,8 +138,10 @@ class Passes:
 
     def __init__(self) -> None:
         self.counter: Counter | None = None
-        self._new: list[Pass] = []  # of the gradients of the parameters
-        self._kept: list[Pass] = []  # of sums that physical batches have left
+        # The passes of the gradients that are in the parameters now.
+        self._new: list[Pass] = []
+        # The passes of sums that the physical batches before have left.
+        self._kept: list[Pass] = []
 
     @property
     def taken(self) -> int:
@@ -144,39 +150,50 @@ class Passes:
 
     def add(self, records: Iterable[Any]) -> None:
         """Adds a pass through forward records; refuses records of an earlier one."""
-        records = list(records)
-        size = max((r.size for r in records), default=0)
+        # A loss may depend on several forward passes.
+        size = taken = 0
+        tensors = []
+        doubt = None
+        for record in records:
+            size = max(size, record.size)
+            taken = max(taken, record.taken)
+            leaves = tree_leaves(record.inputs.given)
+            tensors += [leaf for leaf in leaves if isinstance(leaf, T)]
+            doubt = doubt or record.inputs.doubt
         if not size:
             return
-        taken = max(r.taken for r in records)
-        drawn = self.counter.size_of(taken) if self.counter else None
-        leaves = [x for r in records for x in tree_leaves(r.inputs.given)]
-        tensors = [x for x in leaves if isinstance(x, T)]
-        draws = frozenset(_draws[x] for x in tensors if x in _draws)
-        known = drawn is not None or bool(draws)
-        inputs = [
-            (x.detach(), x._version)
-            for x in tensors
-            if not known and x.numel() and not x.is_inference()
-        ]
-        doubts = (r.inputs.doubt for r in records)
-        doubt = next((x for x in doubts if x is not None), None)
-        new = Pass(size, draws, taken, tuple(inputs), doubt)
-        others = [x for x in (*self._kept, *self._new) if x.may_enter]
-        again = any(new.draws & x.draws or new.has_inputs_of(x) for x in others)
-        again = again or drawn is not None and self._are_too_many(new, others, drawn)
-        if again and new.may_enter:
+        drawn = None
+        if self.counter is not None:
+            drawn = self.counter.size_of(taken)
+        draws = {*map(_draws.get, tensors)} - {None}
+        inputs = []
+        # Inputs are compared only if neither their draw nor its number is known.
+        if drawn is None and not draws:
+            for tensor in tensors:
+                if tensor.numel() and not tensor.is_inference():
+                    inputs.append((tensor.detach(), tensor._version))
+        latest = Pass(size, frozenset(draws), taken, tuple(inputs), doubt)
+        if latest.may_enter and self._comes_again(latest, drawn):
             raise second_pass(
                 "Batches of other draws can be accumulated: take each from the loader "
                 "after the backward() of the one before."
             )
-        self._new.append(new)
+        self._new.append(latest)
 
-    def _are_too_many(self, new: Pass, others: list[Pass], drawn: int) -> bool:
-        """Returns True if passes have more samples than the batch that was taken."""
-        unknown = (x for x in others if not (x.draws and new.draws))
-        same = sum(x.size for x in unknown if x.taken == new.taken)
-        return same > 0 and same + new.size > drawn
+    def _comes_again(self, latest: Pass, drawn: int | None) -> bool:
+        """
+        Returns True if an earlier pass has records of the latest one. Without their
+        draws, passes tell by having more samples than the batch that was taken.
+        """
+        same = 0
+        for earlier in (*self._kept, *self._new):
+            if not earlier.may_enter:
+                continue
+            if latest.draws & earlier.draws or latest.has_inputs_of(earlier):
+                return True
+            if earlier.taken == latest.taken and not (earlier.draws and latest.draws):
+                same += earlier.size
+        return drawn is not None and same > 0 and same + latest.size > drawn
 
     def check(self) -> None:
         """
@@ -186,9 +203,14 @@ class Passes:
             Refused: if a pass is in doubt, and the step has not as many other samples
                 as were drawn
         """
-        passes = [*self._kept, *self._new]
-        doubts = [x.doubt for x in passes if x.doubt is not None]
-        certain = sum(x.size for x in passes if x.doubt is None or x.doubt.counts)
+        certain = 0
+        doubts = []
+        for backward_pass in (*self._kept, *self._new):
+            if backward_pass.doubt is not None:
+                doubts.append(backward_pass.doubt)
+            if backward_pass.doubt is None or backward_pass.doubt.counts:
+                certain += backward_pass.size
+        # If the other samples are as many as were drawn, those in doubt are no records.
         for doubt in doubts:
             if certain < doubt.drawn:
                 raise doubt.error
@@ -206,4 +228,5 @@ class Passes:
 
     def draws(self) -> frozenset[Draw]:
         """Returns the draws that the gradients of a step are known to be of."""
-        return frozenset().union(*(x.draws for x in (*self._kept, *self._new)))
+        passes = (*self._kept, *self._new)
+        return frozenset().union(*[backward_pass.draws for backward_pass in passes])

@@ -31,25 +31,29 @@ _NAMES = (
 )
 #: Functions that may draw random numbers. Those of others seem to be set seeds.
 DRAWS: set[Callable] = {
-    getattr(place, name)
-    for place in (torch, T, F, init)
+    getattr(namespace, name)
+    for namespace in (torch, T, F, init)
     for name in _NAMES
-    if hasattr(place, name)
+    if hasattr(namespace, name)
 }
 
 
 def random_state() -> tuple[T, tuple]:
     """Returns the states of torch's own generators."""
     on_devices: tuple = torch.cuda.default_generators
-    if on_devices and torch.cuda.is_initialized():  # whose state is on the host, too
+    if on_devices and torch.cuda.is_initialized():
+        # The seed and offset are on the host: no device has to be waited for.
         on_devices = tuple((g.initial_seed(), g.get_offset()) for g in on_devices)
     return torch.default_generator.get_state(), on_devices
 
 
 def torch_generators() -> list[torch.Generator]:
     """Returns torch's own generators."""
-    on_devices = torch.cuda.default_generators if torch.cuda.is_initialized() else ()
-    return [torch.default_generator, *on_devices]
+    generators = [torch.default_generator]
+    # Before CUDA is initialized its generators have given no numbers.
+    if torch.cuda.is_initialized():
+        generators += torch.cuda.default_generators
+    return generators
 
 
 class Stream:
@@ -61,28 +65,28 @@ class Stream:
 
     def __init__(self, generator: torch.Generator):
         self.generator = generator
-        self._note()
+        self._remember()
 
-    def _note(self) -> None:
-        self.state, self.seed = (
-            self.generator.get_state(),
-            self.generator.initial_seed(),
-        )
+    def _remember(self) -> None:
+        self.state = self.generator.get_state()
+        self.seed = self.generator.initial_seed()
 
     def begin_anew(self) -> None:
         """Called between samples."""
-        if torch.equal(self.generator.get_state(), self.state):
+        generator = self.generator
+        if torch.equal(generator.get_state(), self.state):
             return
-        was_seeded = self.generator.initial_seed() != self.seed
-        self.generator.set_state(self.state)
+        was_seeded = generator.initial_seed() != self.seed
+        generator.set_state(self.state)
+        # Another sample that draws must not draw the same numbers.
         if not was_seeded:
-            given: Any = dict(generator=self.generator, device=self.generator.device)
-            self.generator.manual_seed(int(torch.randint(2**62, (), **given)))
-            self._note()
+            options: Any = dict(generator=generator, device=generator.device)
+            generator.manual_seed(int(torch.randint(2**62, (), **options)))
+            self._remember()
 
 
-def is_own(generator: Any) -> bool:
+def is_own(generator: torch.Generator | None) -> bool:
     """Returns True for a generator that is none of torch's."""
-    if generator is None or generator is torch.default_generator:
+    if generator is None:
         return False
-    return not any(generator is g for g in torch.cuda.default_generators)
+    return not any(generator is one for one in torch_generators())

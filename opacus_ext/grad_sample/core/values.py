@@ -22,7 +22,8 @@ T = torch.Tensor
 
 _AS_THEY_ARE = {int, bool, str, bytes, type(None), torch.dtype, torch.device}
 _AS_THEY_ARE |= {torch.layout, torch.memory_format}
-_MANY = 10_000  # the most entries of a tensor of a model's state that are compared
+# The most entries of a tensor of a model's state that are compared.
+_MANY = 10_000
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -34,7 +35,8 @@ def key_of(value: Any) -> Hashable | None:
     kind = type(value)
     if kind in _AS_THEY_ARE:
         return kind, value
-    if isinstance(value, enum.Enum):  # which may call others equal
+    # An enum may call others equal. Its name and its value tell it from them.
+    if isinstance(value, enum.Enum):
         return kind, value.name, key_of(value.value)
     if kind is float:
         return kind, struct.pack("<d", value)
@@ -46,24 +48,25 @@ def key_of(value: Any) -> Hashable | None:
         parts = value
     else:
         return None
-    keys = [key_of(part) for part in parts]
+    keys = [*map(key_of, parts)]
     return None if None in keys else (kind, *keys)
 
 
-def key_of_tree(spec: TreeSpec) -> Hashable | None:
+def key_of_tree(structure: TreeSpec) -> Hashable | None:
     """
     Returns a key of the structure of a tree, the same for the same types and keys; None
     if nodes have something else about them, which is not known to be the same.
     """
-    if spec.is_leaf():
+    if structure.is_leaf():
         return "leaf"
-    about: Any = spec.context
-    if isinstance(about, list):  # keys of a dict
-        about = tuple(about)
-    if not isinstance(about, type):  # of a named tuple
-        about = key_of(about)
-    keys = [about, *map(key_of_tree, spec.children())]
-    return None if None in keys else (spec.type, *keys)
+    context: Any = structure.context
+    # The context of a dict is the list of its keys, that of a named tuple its class.
+    if isinstance(context, list):
+        context = tuple(context)
+    if not isinstance(context, type):
+        context = key_of(context)
+    keys = [context, *map(key_of_tree, structure.children())]
+    return None if None in keys else (structure.type, *keys)
 
 
 def are_same(one: Any, other: Any) -> bool:
@@ -81,10 +84,14 @@ def are_same(one: Any, other: Any) -> bool:
     return key is not None and key == key_of(other)
 
 
-def as_bits(x: T) -> T:
+def as_bits(tensor: T) -> T:
     """Returns the entries as integers of their bits."""
-    x = torch.view_as_real(x.resolve_conj()) if x.is_complex() else x.resolve_neg()
-    return x.view(_INTEGERS[x.dtype.itemsize])
+    # Conjugates and negatives are views whose bits torch has not computed yet.
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor.resolve_conj())
+    else:
+        tensor = tensor.resolve_neg()
+    return tensor.view(_INTEGERS[tensor.dtype.itemsize])
 
 
 def have_same_bits(one: T, other: T) -> bool:
@@ -94,44 +101,58 @@ def have_same_bits(one: T, other: T) -> bool:
     return torch.equal(as_bits(one), as_bits(other))
 
 
-def compared_entries(x: T) -> Any:
+def compared_entries(tensor: T) -> T | None:
     """Returns the entries of a tensor to compare: all, or some if there are many."""
-    if x.layout is not torch.strided or x.is_meta:
+    if tensor.layout is not torch.strided or tensor.is_meta:
         return None
-    view = x.detach()
+    view = tensor.detach()
+    # Half of the longest dim is left out until few entries remain.
     while view.numel() > _MANY:
         longest = max(range(view.dim()), key=view.shape.__getitem__)
         view = view.transpose(0, longest)[::2]
     return view
 
 
-def holds_still(x: T, copy: T) -> bool:
+def holds_still(tensor: T, copy: T) -> bool:
     """Returns True if a tensor's entries equal an earlier copy of these."""
-    view = compared_entries(x)
+    view = compared_entries(tensor)
     return view is not None and have_same_bits(view, copy)
 
 
 # -- memory ----------------------------------------------------------------------------
 
 
-def memory(x: T) -> int:
+def memory(tensor: T) -> int:
     """Returns the address of a tensor's memory, which its views share."""
-    if isinstance(x, DTensor):
+    if isinstance(tensor, DTensor):
         with torch.no_grad():
-            x = x.to_local()
-    x = innermost(x)
-    if x.layout is not torch.strided or is_traceable_wrapper_subclass(x):
+            tensor = tensor.to_local()
+    tensor = innermost(tensor)
+    if not _is_strided(tensor):
         return 0
-    return x.untyped_storage().data_ptr()
+    return tensor.untyped_storage().data_ptr()
+
+
+def _is_strided(tensor: T) -> bool:
+    """Returns True if a tensor's entries lie in memory of its own."""
+    if tensor.layout is not torch.strided:
+        return False
+    return not is_traceable_wrapper_subclass(tensor)
 
 
 class _Span(NamedTuple):
-    """Addresses of a tensor: its first and last, and those of one sample."""
+    """
+    The addresses of a tensor.
+
+    Attributes:
+        step: from sample to sample
+        size: of the first sample
+    """
 
     first: int
     last: int
-    step: int  # from sample to sample
-    size: int  # of the first sample
+    step: int
+    size: int
 
     def is_apart(self, other: _Span) -> bool:
         """Returns True if samples with different numbers share no address."""
@@ -142,22 +163,27 @@ class _Span(NamedTuple):
         return self.step == other.step and last - first <= self.step
 
 
-def _span_of(x: T, dim: int) -> _Span:
-    width, step = x.itemsize, x.stride(dim) * x.itemsize
-    reach = sum(s * (n - 1) for s, n in zip(x.stride(), x.shape)) * width + width
-    size = reach - step * (x.shape[dim] - 1)
-    first = x.data_ptr()
-    return _Span(first, first + reach, step, size)
+def _span_of(tensor: T, sample_dim: int) -> _Span:
+    # The entries from the first to the last, as they lie in memory.
+    reach = 1
+    for stride, length in zip(tensor.stride(), tensor.shape):
+        reach += stride * (length - 1)
+    width = tensor.itemsize
+    step = tensor.stride(sample_dim)
+    sample_size = reach - step * (tensor.shape[sample_dim] - 1)
+    start = tensor.data_ptr()
+    return _Span(start, start + reach * width, step * width, sample_size * width)
 
 
-def _overlaps(x: T) -> bool:
+def _overlaps(tensor: T) -> bool:
     """Returns True if entries of a tensor may be one number in memory."""
+    # Two indices never meet if each stride exceeds all that the smaller ones reach.
     reach = 0
-    for stride, size in sorted(zip(x.stride(), x.shape)):
-        if size > 1:
+    for stride, length in sorted(zip(tensor.stride(), tensor.shape)):
+        if length > 1:
             if stride <= reach:
                 return True
-            reach += stride * (size - 1)
+            reach += stride * (length - 1)
     return False
 
 
@@ -166,16 +192,16 @@ def set_apart(tensors: Sequence[T], dims: Sequence[int]) -> list[T]:
     Returns the tensors, of which samples are along these dims. Those whose samples
     share memory with other samples are copied, as code may write to a sample.
     """
-    found: list[T] = []
+    separate: list[T] = []
     spans: list[_Span] = []
-    for x, dim in zip(tensors, dims):
-        plain = x.layout is torch.strided and not is_traceable_wrapper_subclass(x)
-        if plain and x.numel() and x.shape[dim] > 1:
-            span = _span_of(x, dim)
-            shared = span.step < span.size and _overlaps(x)
+    for tensor, sample_dim in zip(tensors, dims):
+        if _is_strided(tensor) and tensor.numel() and tensor.shape[sample_dim] > 1:
+            span = _span_of(tensor, sample_dim)
+            shared = span.step < span.size and _overlaps(tensor)
+            # Samples of two arguments may share memory, too.
             if shared or not all(map(span.is_apart, spans)):
-                x = x.clone(memory_format=torch.contiguous_format)
+                tensor = tensor.clone(memory_format=torch.contiguous_format)
             else:
                 spans.append(span)
-        found.append(x)
-    return found
+        separate.append(tensor)
+    return separate

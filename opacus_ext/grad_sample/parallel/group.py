@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from opacus_ext.refused import ProcessFailure, failed_elsewhere, waited_in_vain
 
-# Places in a forward pass beside the layers, which have numbers of their own.
+# Positions in a forward pass beside the layers, which have numbers of their own.
 BEGIN, END, FAILED = -1, -2, -3
 
 
@@ -27,13 +27,16 @@ class ExpertGroup:
 
     def __init__(self, group: dist.ProcessGroup | None = None):
         self.group = group
-        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        self.rank = dist.get_rank(group)
+        self.size = dist.get_world_size(group)
+        # NCCL sends only what is on a GPU.
         self.device = "cuda" if "nccl" in dist.get_backend(group) else "cpu"
         self.batch_sizes: list[int] = [0] * self.size
         self.silent = False
 
     def __deepcopy__(self, memo: dict) -> ExpertGroup:
-        return self  # a process group can't be copied
+        # A process group can't be copied, and copies of a model share it.
+        return self
 
     @property
     def batch_size(self) -> int:
@@ -46,46 +49,52 @@ class ExpertGroup:
         start = sum(self.batch_sizes[: self.rank])
         return slice(start, start + self.batch_sizes[self.rank])
 
-    def meet(self, place: int, counts: Sequence[int] = ()) -> list[int]:
+    def meet(self, position: int, counts: Sequence[int] = ()) -> list[int]:
         """
         Tells each process a count (zeros if there are none), and is told one by each.
-        All must be at the same place of a forward pass.
+        All must be at the same position of a forward pass.
         """
-        given = [[count, place] for count in counts or [0] * self.size]
-        ones, x = [1] * self.size, torch.tensor(given, device=self.device)
-        found, places = zip(*self.exchange(x, ones, ones).tolist())
-        if place == FAILED or set(places) == {place}:
-            return list(found)
-        if FAILED in places:
-            raise failed_elsewhere(places.index(FAILED), 0)
+        messages = [[count, position] for count in counts or [0] * self.size]
+        tensor = torch.tensor(messages, device=self.device)
+        # Each process sends one row to each.
+        ones = [1] * self.size
+        answers, positions = zip(*self.exchange(tensor, ones, ones).tolist())
+        # A process that fails reads no answer: the others may be anywhere.
+        if position == FAILED or set(positions) == {position}:
+            return list(answers)
+        if FAILED in positions:
+            raise failed_elsewhere(positions.index(FAILED), 0)
         raise ProcessFailure(
             "Some processes leave out a layer of experts, or repeat one, by what their "
             "samples hold. No weight was changed.",
             remedy="Run each layer for all samples.",
         )
 
-    def sum(self, x: torch.Tensor) -> torch.Tensor:
+    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """The sum over all processes, in place."""
-        dense = x.contiguous()
+        dense = tensor.contiguous()
         self._run(dist.all_reduce, dense)
-        return x if dense is x else x.copy_(dense)
+        return tensor if dense is tensor else tensor.copy_(dense)
 
-    def gather(self, x: torch.Tensor) -> torch.Tensor:
+    def gather(self, tensor: torch.Tensor) -> torch.Tensor:
         """The same shape from all processes, along dim 0."""
-        parts = [torch.empty_like(x.contiguous()) for _ in range(self.size)]
-        self._run(dist.all_gather, parts, x.contiguous())
+        dense = tensor.contiguous()
+        parts = [torch.empty_like(dense) for rank in range(self.size)]
+        self._run(dist.all_gather, parts, dense)
         return torch.cat(parts)
 
     def exchange(
-        self, x: torch.Tensor, send: list[int], receive: list[int]
+        self, tensor: torch.Tensor, send: list[int], receive: list[int]
     ) -> torch.Tensor:
         """Sends ``send[i]`` rows to process i, which come one after the other."""
-        out = x.new_empty(sum(receive), *x.shape[1:])
-        self._run(dist.all_to_all_single, out, x.contiguous(), receive, send)
-        return out
+        received = tensor.new_empty(sum(receive), *tensor.shape[1:])
+        rows = tensor.contiguous()
+        self._run(dist.all_to_all_single, received, rows, receive, send)
+        return received
 
     def _run(self, collective: Callable, *args: Any) -> None:
         try:
             collective(*args, group=self.group)
-        except RuntimeError as error:  # DistBackendError is one
+        # DistBackendError, of a process that is gone or too late, is a RuntimeError.
+        except RuntimeError as error:
             raise waited_in_vain(self.rank, error) from error

@@ -6,14 +6,16 @@ import functools
 from typing import Any, Iterator, Sequence
 
 import torch
+from torch import nn
 
+from opacus_ext.grad_sample.adapter.forward import ForwardRecord
 from opacus_ext.grad_sample.adapter.model import ModelGroup, PrivateModel
 from opacus_ext.grad_sample.adapter.outputs import Leaf
 from opacus_ext.grad_sample.core.clip import ClippedSum, ExactGroup, GroupNorms
 from opacus_ext.grad_sample.core.gradients import GradSamples
 from opacus_ext.grad_sample.core.groups import why
 from opacus_ext.grad_sample.factors import GradSample
-from opacus_ext.grad_sample.parallel import group as places
+from opacus_ext.grad_sample.parallel import group as positions
 from opacus_ext.grad_sample.parallel.group import ExpertGroup
 from opacus_ext.grad_sample.parallel.sharding import find_group, group_of
 from opacus_ext.refused import ProcessFailure, Refused
@@ -30,27 +32,28 @@ class ParallelModel(PrivateModel):
 
     is_shared_out = True
 
-    def __init__(self, module: Any, *args: Any, **kwargs: Any):
+    def __init__(self, module: nn.Module, *args: Any, **kwargs: Any):
         super().__init__(module, *args, **kwargs)
         self.processes: Any = find_group(module.modules())
         self.begin = self._begin
 
     def _begin(self, size: int) -> None:
         sizes = [size] * self.processes.size
-        self.processes.batch_sizes = self.processes.meet(places.BEGIN, sizes)
+        self.processes.batch_sizes = self.processes.meet(positions.BEGIN, sizes)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """See :class:`~adapter.model.PrivateModel`."""
         if not self.enabled or self.running or not torch.is_grad_enabled():
             return super().__call__(*args, **kwargs)
         try:
-            found = super().__call__(*args, **kwargs)
+            output = super().__call__(*args, **kwargs)
         except BaseException as error:
+            # Others wait at their next layer of experts until they are told.
             if not isinstance(error, ProcessFailure):
-                self.processes.meet(places.FAILED)
+                self.processes.meet(positions.FAILED)
             raise
-        self.processes.meet(places.END)
-        return found
+        self.processes.meet(positions.END)
+        return output
 
     def tried(self, *args: Any) -> Any:
         """Tries a call in this process alone, without an exchange."""
@@ -60,20 +63,25 @@ class ParallelModel(PrivateModel):
         finally:
             self.processes.silent = False
 
-    def run(self, forward: Any) -> None:
+    def run(self, forward: ForwardRecord) -> None:
         """Runs the samples at once, or refuses."""
         samples, *others = forward.inputs.samples
         if not samples.size:
-            pairs = zip(samples.leaves, samples.by_sample)
-            zeros = [x.new_zeros(1, *x.shape[1:]) if own else x for x, own in pairs]
-            samples = samples._replace(leaves=zeros, size=1)
+            leaves = list(samples.leaves)
+            for number, by_sample in enumerate(samples.by_sample):
+                if by_sample:
+                    leaf = leaves[number]
+                    leaves[number] = leaf.new_zeros(1, *leaf.shape[1:])
+            samples = samples._replace(leaves=leaves, size=1)
         try:
             if others:
                 raise ValueError("take= gives samples of several shapes")
             forward.at_once(samples)
         except Refused:
             raise
-        except Exception as error:  # what vmap can't run, or the code's own
+        except Exception as error:
+            # The error is vmap's, or the code's own. Samples can't run alone instead:
+            # all processes would have to run as many.
             raise Refused(
                 f"{self.describe()}: samples can't run at once ({why(error)}), which "
                 "they must where experts are spread over processes.",
@@ -87,18 +95,20 @@ class ParallelModel(PrivateModel):
 
     def clipped_sum(self, *args: Any, **kwargs: Any) -> ClippedSum:
         """See :class:`~adapter.model.PrivateModel`."""
-        norms_of = functools.partial(ParallelNorms, self.processes)
-        return ClippedSum(*args, **kwargs, norms_of=norms_of)
+        kwargs["norms_of"] = functools.partial(ParallelNorms, self.processes)
+        return ClippedSum(*args, **kwargs)
 
 
 class _ParallelGroup(ModelGroup):
     model: ParallelModel
 
-    def read(self, x: Any) -> Leaf:
+    def read(self, value: Any) -> Leaf:
         """A value that the samples returned."""
-        leaf = super().read(x)
-        nothing = leaf.by_sample and not self.model.size
-        return leaf._replace(value=leaf.value[:0]) if nothing else leaf
+        leaf = super().read(value)
+        # The sample of zeros is dropped.
+        if leaf.by_sample and not self.model.size:
+            return leaf._replace(value=leaf.value[:0])
+        return leaf
 
 
 class ParallelNorms(GroupNorms):
@@ -111,63 +121,73 @@ class ParallelNorms(GroupNorms):
     def __init__(self, processes: ExpertGroup, params: Sequence[T], *args: Any):
         super().__init__(params, *args)
         self.processes = processes
-        self._part_of: dict[int, GroupNorms] = {}
         # Which parameters, of which samples, and their norms.
         self.parts: list[tuple[list[int], slice, GroupNorms]] = []
+        # The norms of a parameter, and the samples that have them, by its id.
+        self._part_of: dict[int, GroupNorms] = {}
+        self._rows_of: dict[int, slice] = {}
         every = slice(0, processes.batch_size)
         for sharded, rows in ((False, processes.own_samples), (True, every)):
-            at = [i for i, p in enumerate(params) if bool(group_of(p)) == sharded]
-            size = rows.stop - rows.start
-            if at and size:
-                part = GroupNorms([params[i] for i in at], size, *args[1:])
-                self.parts.append((at, rows, part))
-                self._part_of.update((id(params[i]), part) for i in at)
+            numbers = [
+                number
+                for number, parameter in enumerate(params)
+                if bool(group_of(parameter)) == sharded
+            ]
+            if not numbers or rows.start == rows.stop:
+                continue
+            chosen = [params[number] for number in numbers]
+            part = GroupNorms(chosen, rows.stop - rows.start, *args[1:])
+            self.parts.append((numbers, rows, part))
+            for parameter in chosen:
+                self._part_of[id(parameter)] = part
+                self._rows_of[id(parameter)] = rows
 
-    def add(self, p: T, sample: GradSample) -> None:
+    def add(self, parameter: T, sample: GradSample) -> None:
         """Adds the gradients of a parameter."""
-        if id(p) in self._part_of:
-            self._part_of[id(p)].add(p, sample)
+        if id(parameter) in self._part_of:
+            self._part_of[id(parameter)].add(parameter, sample)
 
     def finish(self, samples: GradSamples) -> T:
         """The norms, by one sum over all processes."""
-        like, size = self.params[0], self.processes.batch_size
-        each = like.new_zeros(len(self.params), size, dtype=self.dtype)
-        squares = each.new_zeros(size)
-        for at, rows, part in self.parts:
-            found = part.finish(samples)
+        first, batch_size = self.params[0], self.processes.batch_size
+        norms = first.new_zeros(len(self.params), batch_size, dtype=self.dtype)
+        squares = norms.new_zeros(batch_size)
+        for numbers, rows, part in self.parts:
+            part_norms = part.finish(samples)
             if self.per_parameter:
-                each[at, rows] = found
-                found = found.norm(dim=0)
-            squares[rows] += found.square()
+                norms[numbers, rows] = part_norms
+                part_norms = part_norms.norm(dim=0)
+            squares[rows] += part_norms.square()
         self.total = self.processes.sum(squares).sqrt()
         self.norms = self.total
         if self.per_parameter:
-            self.norms = each.masked_fill(~self.total.isfinite(), torch.inf)
+            # A sample whose gradients are infinite elsewhere is dropped here, too.
+            self.norms = norms.masked_fill(~self.total.isfinite(), torch.inf)
         return self.norms
 
     def totals(self, norms: T) -> T:
         """See :class:`~core.clip.GroupNorms`."""
+        # This process reports the norms of its own samples.
         total = self.total[self.processes.own_samples]
         return total.masked_fill(~total.isfinite(), torch.inf)
 
     def drop(self, bad: T) -> None:
         """Makes the gradients of some samples zero, whatever they are."""
-        for _, rows, part in self.parts:
+        for numbers, rows, part in self.parts:
             part.drop(bad[rows])
 
-    def wide(self, p: T, sample: GradSample, samples: T) -> GradSample:
+    def wide(self, parameter: T, sample: GradSample, samples: T) -> GradSample:
         """See :class:`~core.clip.GroupNorms`."""
-        rows = self.rows_of(p) or slice(0, 0)
+        rows = self.rows_of(parameter) or slice(0, 0)
         return sample.wide(samples[_within(samples, rows)] - rows.start)
 
     def exact(self, samples: T, wide: GradSamples) -> ExactGroup:
         """See :class:`~core.clip.GroupNorms`."""
         return _ParallelExact(self, samples, wide)
 
-    def rows_of(self, p: T) -> slice | None:
+    def rows_of(self, parameter: T) -> slice | None:
         """See :class:`~core.clip.GroupNorms`."""
-        found = (rows for at, rows, _ in self.parts for i in at if self.params[i] is p)
-        return next(found, None)
+        return self._rows_of.get(id(parameter))
 
     def small_sums(self, factors: T) -> dict[int, T]:
         """See :class:`~core.clip.GroupNorms`; the parts concatenate theirs."""
@@ -175,12 +195,12 @@ class ParallelNorms(GroupNorms):
 
     def weighted_sums(self, factors: T) -> Iterator[T | None]:
         """See :class:`~core.clip.GroupNorms`."""
-        found: list[T | None] = [None] * len(self.params)
-        for at, rows, part in self.parts:
-            own = factors[at][:, rows] if self.per_parameter else factors[rows]
-            for i, total in zip(at, part.weighted_sums(own)):
-                found[i] = total
-        return iter(found)
+        sums: list[T | None] = [None] * len(self.params)
+        for numbers, rows, part in self.parts:
+            chosen = factors[numbers] if self.per_parameter else factors
+            for number, total in zip(numbers, part.weighted_sums(chosen[..., rows])):
+                sums[number] = total
+        return iter(sums)
 
 
 def _within(samples: T, rows: slice) -> T:
@@ -193,8 +213,8 @@ class _ParallelExact(ExactGroup):
 
     group: ParallelNorms
 
-    def _has(self, p: T) -> T:
-        return _within(self.samples, self.group.rows_of(p) or slice(0, 0))
+    def _has(self, parameter: T) -> T:
+        return _within(self.samples, self.group.rows_of(parameter) or slice(0, 0))
 
     def _of_all(self, norms: T) -> T:
         squares = self.group.processes.sum(norms.square().sum(0))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -35,29 +35,40 @@ class ShardedForward(ForwardRecord):
 
     model: ShardedModel
 
-    def __init__(self, model: Any, inputs: Inputs, call: Any, total: Any = None):
+    def __init__(
+        self,
+        model: ShardedModel,
+        inputs: Inputs,
+        call: Callable[[Any], Any],
+        total: Any = None,
+    ):
         call = partial(model.processes.forward, call)
         super().__init__(model, inputs, call, total)
-        self._unused: set[int] = set()  # outputs that no loss uses
+        # The numbers of outputs that no loss uses.
+        self._unused: set[int] = set()
 
     def initialize(self) -> None:
         """
         Runs a sample of zeros in all processes before the first batch. So flags that a
         model sets once are made without data, also where a process has a single sample.
         """
-        model, state = self.model, self.model.state
+        model = self.model
+        state = model.state
         model.initialized = True
-        if state.has_objects:  # to hold flags, such as a config
+        # An object on a module may hold flags, such as a config.
+        if state.has_objects:
             state.remember()
             with suppress(Exception), torch.no_grad():
                 self._of_zeros()
-            values = [x for change in state.changes() for x in leaves_of(change.value)]
-            if not all(isinstance(x, (bool, str, type, type(None))) for x in values):
-                state.restore()
+            for change in state.changes():
+                if not all(map(_is_flag, leaves_of(change.value))):
+                    state.restore()
+                    break
         model.reset()
 
     def _left_by_zeros(self) -> list[Change] | None:
-        return None  # the other processes would not take part
+        # The other processes would not take part.
+        return None
 
     def find_output_dim(self, name: str, shape: torch.Size) -> int | None:
         """See :class:`~adapter.forward.ForwardRecord`; other processes do not run."""
@@ -68,11 +79,12 @@ class ShardedForward(ForwardRecord):
         if not is_stand_in(some):
             return
         self._returned.pop()
-        if not self.size and not self._returned:  # the form of an empty output
-            leaves = [
-                x._replace(value=x.value[:0]) if x.by_sample else x
-                for x in returned.leaves
-            ]
+        # A process without samples returns an empty output of this form.
+        if not self.size and not self._returned:
+            leaves = list(returned.leaves)
+            for number, leaf in enumerate(leaves):
+                if leaf.by_sample:
+                    leaves[number] = leaf._replace(value=leaf.value[:0])
             empty = returned._replace(rows=torch.arange(0), size=0, leaves=leaves)
             self._returned.append(empty)
 
@@ -81,9 +93,10 @@ class ShardedForward(ForwardRecord):
         See :class:`~adapter.forward.ForwardRecord`. A backward pass gathers what has
         computed the outputs that the losses use, which must be the same everywhere.
         """
-        if len(grads) == 1:  # which the loss is known to use
+        # A loss is known to use the only output.
+        if len(grads) == 1:
             return super().add_gradients(total, grads)
-        uses = torch.tensor([[g is not None for g in grads]], device="cpu")
+        uses = torch.tensor([[grad is not None for grad in grads]], device="cpu")
         used = self.model.processes.shared(OUTPUTS, uses[: self.size])
         if used is None:
             raise self.model.refused(
@@ -91,7 +104,8 @@ class ShardedForward(ForwardRecord):
                 "which fully_shard has sharded. No weight was changed.",
                 "Compute the loss from the same outputs in all processes.",
             )
-        self._unused = {i for i, uses in zip(self.dims, used.tolist()) if uses != 1}
+        pairs = zip(self.dims, used.tolist())
+        self._unused = {number for number, is_used in pairs if is_used != 1}
         return super().add_gradients(total, grads)
 
     def _own(
@@ -99,8 +113,14 @@ class ShardedForward(ForwardRecord):
     ) -> tuple[list[T], list[T]]:
         if not is_stand_in(some):
             return super()._own(some, grads)
-        outputs = [y for i, y in some.outputs.items() if i not in self._unused]
-        return outputs, [torch.zeros_like(y) for y in outputs]
+        # A stand-in's backward pass gathers the same parameters as the others'.
+        pairs = some.outputs.items()
+        outputs = [output for number, output in pairs if number not in self._unused]
+        return outputs, [*map(torch.zeros_like, outputs)]
+
+
+def _is_flag(value: Any) -> bool:
+    return isinstance(value, (bool, str, type, type(None)))
 
 
 class _ShardedModelGroup(ShardedGroup, ModelGroup):
@@ -115,19 +135,26 @@ class ShardedModel(PrivateModel):
 
     record_type = ShardedForward
     is_shared_out = frees_parameters = True
-    initialized = False  # True once attributes of a first forward are set
+    # True once the attributes that a first forward sets are set.
+    initialized = False
 
     def __init__(self, module: nn.Module, *args: Any, **kwargs: Any):
         super().__init__(module, *args, **kwargs)
         self.shards = shards = Shards(module)
         self.processes = shards.processes
-        self.handles, self.gathered = self.processes.handles, shards.gathered
-        self.names.update({p: n for n, p in self.gathered.items()})
+        self.handles = self.processes.handles
+        self.gathered = shards.gathered
+        for name, parameter in self.gathered.items():
+            self.names[parameter] = name
 
     @property
     def params(self) -> dict[str, nn.Parameter]:
         """The trainable parameters by name, as they are gathered."""
-        return {n: p for n, p in self.gathered.items() if p.requires_grad}
+        return {
+            name: parameter
+            for name, parameter in self.gathered.items()
+            if parameter.requires_grad
+        }
 
     def group(self, size: int) -> ModelGroup:
         """Makes a group for samples that run together."""
@@ -142,13 +169,15 @@ class ShardedModel(PrivateModel):
         self.shards.refuse_changes()
         if not self.initialized:
             forward.initialize()
-        if not self.processes.run(
+        has_run = self.processes.run(
             forward.inputs.samples,
             forward.at_once,
             forward.alone,
             one_by_one=self.one_by_one or self.vmap_fails,
             warn=forward.warn,
-        ):  # nor is there a backward pass, which would free what is gathered
+        )
+        if not has_run:
+            # Nor is there a backward pass, which would free what is gathered.
             forward.without_samples()
             self.reset()
 

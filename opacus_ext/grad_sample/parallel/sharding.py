@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 from typing import Any, Callable, Iterable, NamedTuple
 
 import torch
 from torch import nn
 
+from opacus_ext.grad_sample.core.group import SampleGroup
 from opacus_ext.grad_sample.parallel.group import ExpertGroup
 from opacus_ext.grad_sample.rules import as_op, handles
 from opacus_ext.grad_sample.rules.experts import experts_interface
@@ -26,13 +26,13 @@ class Sharding(NamedTuple):
 
     Attributes:
         group: the processes that hold the experts
-        place: of the layer in the model
+        position: of the layer in the model
         experts: how many there are in all processes
         names: of all experts, where these are modules
     """
 
     group: ExpertGroup
-    place: int
+    position: int
     experts: int
     names: tuple[str, ...]
 
@@ -44,37 +44,47 @@ def is_experts(layer: nn.Module) -> bool:
 
 def has_experts(layer: nn.Module) -> bool:
     """Returns True for a ModuleDict that sends tokens to its entries, as in Switch."""
-    takes = list(inspect.signature(type(layer).forward).parameters)[1:]
-    return isinstance(layer, nn.ModuleDict) and takes == _SWITCH
+    if not isinstance(layer, nn.ModuleDict):
+        return False
+    arguments = list(inspect.signature(type(layer).forward).parameters)
+    return arguments[1:] == _SWITCH
 
 
 def expert_parameters(layer: nn.Module) -> list[nn.Parameter]:
     """The parameters of a layer of experts that belong to one expert each."""
     if is_experts(layer):
-        return [p for p in layer._parameters.values() if p is not None]
-    as_modules = has_experts(layer) or group_of(layer) is not None
-    return list(layer.parameters()) if as_modules else []
+        return list(layer.parameters(recurse=False))
+    if has_experts(layer) or group_of(layer) is not None:
+        return list(layer.parameters())
+    return []
 
 
 def group_of(part: Any) -> ExpertGroup | None:
     """The processes that a layer's experts or a parameter of theirs are spread over."""
     sharding = getattr(part, "sharding", None)
-    return sharding.group if isinstance(sharding, Sharding) else None
+    # A user's layer may have an attribute of this name.
+    if isinstance(sharding, Sharding):
+        return sharding.group
+    return None
 
 
 def find_group(layers: Iterable[nn.Module]) -> ExpertGroup | None:
     """The processes that experts among ``layers`` are spread over, if they are."""
-    sharded: list[Any] = [x for x in layers if group_of(x) is not None]
-    for layer in sharded:  # copies of parameters have lost their marks
-        mark(layer, layer.sharding)
-    return group_of(sharded[0]) if sharded else None
+    group = None
+    for layer in layers:
+        own_group = group_of(layer)
+        if own_group is not None:
+            # Copies of parameters have lost their marks.
+            mark(layer, getattr(layer, "sharding"))
+            group = group or own_group
+    return group
 
 
 def mark(layer: Any, sharding: Sharding) -> None:
     """Notes that a layer is sharded, there and on its experts' parameters."""
     layer.sharding = sharding
-    for p in expert_parameters(layer):
-        setattr(p, "sharding", sharding)
+    for parameter in expert_parameters(layer):
+        setattr(parameter, "sharding", sharding)
 
 
 def run_sharded(layer: nn.Module) -> None:
@@ -86,104 +96,124 @@ def run_sharded(layer: nn.Module) -> None:
 
 def _stacked(layer: Any, hidden_states: T, top_k_index: T, top_k_weights: T) -> T:
     """``forward`` of stacked experts that are sharded; see ``experts_interface``."""
+    # A choice beyond the last expert is no expert.
     weights = top_k_weights.masked_fill(top_k_index >= layer.sharding.experts, 0)
     rows = hidden_states.unsqueeze(-2).expand(*top_k_index.shape, -1)
-    y = through_experts(rows.flatten(0, -2), top_k_index.flatten(), layer)
-    y = y.view(rows.shape) * weights.unsqueeze(-1)
-    return y.sum(-2).to(hidden_states.dtype)
+    results = through_experts(rows.flatten(0, -2), top_k_index.flatten(), layer)
+    results = results.view(rows.shape) * weights.unsqueeze(-1)
+    return results.sum(-2).to(hidden_states.dtype)
 
 
 def _modules(
     layer: Any, hidden_states: T, selected_experts: T, routing_weights: T
 ) -> T:
     """``forward`` of a ModuleDict that is sharded; experts are one-hot rows."""
+    # Tokens beyond the capacity of their expert have a row of zeros.
     none = 1 - selected_experts.sum(-1, keepdim=True).clamp(max=1)
     index = torch.cat([selected_experts, none], dim=-1).argmax(-1)
     return _stacked(layer, hidden_states, index, routing_weights)
 
 
 @as_op
-def through_experts(x: T, index: T, layer: Any) -> T:
+def through_experts(rows: T, index: T, layer: Any) -> T:
     """
     Every row ``[rows, width]`` through its expert, wherever that is; zero where there
     is none, which is an index from the number of experts on.
     """
     if layer.sharding.group.silent:
-        return torch.zeros_like(x)
-    return _dispatch(x, index, layer, lambda run, samples, *given: run(*given))
+        return torch.zeros_like(rows)
+    return _dispatch(rows, index, layer, lambda run, samples, *parts: run(*parts))
 
 
 @handles(through_experts)
-def _by_sample(group: Any, func: Callable, x: T, index: T, layer: Any) -> T:
+def _by_sample(
+    group: SampleGroup, function: Callable, inputs: T, index: Any, layer: Any
+) -> T:
     """Runs the samples of a group, and notes uses by the rows that come here."""
-    x, index = group.own(x), group.inner(index)
-    processes, count = layer.sharding.group, layer.sharding.experts
+    tokens: Any = group.own(inputs)
+    index = group.inner(index)
+    processes = layer.sharding.group
+    count = layer.sharding.experts
     size = processes.batch_size
 
-    def call(run: Callable[..., T], samples: T, rows: T, *index: T) -> T:
+    def run_samples(run: Callable[..., T], samples: T, rows: T, *experts: T) -> T:
         counts = torch.bincount(samples, minlength=size)
         first = counts.cumsum(0) - counts
-        at = samples, torch.arange(len(samples)).to(first) - first[samples]
-        x = rows.new_zeros(size, int(counts.max()), rows.shape[1]).index_put(at, rows)
-        if index:  # rows that fill up go to no expert
-            every = index[0].new_full(x.shape[:2], count).index_put(at, index[0])
-            return group.of_others(run, (x, every), size)[at]
-        for n in set(counts.tolist()) - {0}:  # a sample's rows, and no others
-            some = (counts == n).nonzero()[:, 0]
-            found = group.of_others(run, (x[some, :n],), size, some).to(x.dtype)
-            x = x.index_put((some[:, None], torch.arange(n).to(some)), found)
-        return x[at]
+        # Rows lie sample after sample; each gets a cell (sample, number) of a table.
+        cells = samples, torch.arange(len(samples)).to(first) - first[samples]
+        table = rows.new_zeros(size, int(counts.max()), rows.shape[1])
+        table = table.index_put(cells, rows)
+        if experts:
+            # Cells without a row go to no expert.
+            choices = experts[0].new_full(table.shape[:2], count)
+            choices = choices.index_put(cells, experts[0])
+            return group.of_others(run, (table, choices), size)[cells]
+        # A module is to see a sample's rows, and no others.
+        for length in set(counts.tolist()) - {0}:
+            some = (counts == length).nonzero()[:, 0]
+            results = group.of_others(run, (table[some, :length],), size, some)
+            columns = torch.arange(length).to(some)
+            table = table.index_put((some[:, None], columns), results.to(table.dtype))
+        return table[cells]
 
     with group.outside():
-        x = group.inner(x)
-        if not processes.batch_sizes[processes.rank]:  # what runs is no sample
+        rows: Any = group.inner(tokens)
+        if not processes.batch_sizes[processes.rank]:
+            # What runs here is a stand-in for samples, and sends no rows.
             index = torch.full_like(index, count)
         # A use of no parameter, to which the gradient goes all the same.
-        anchor = group.note(x.new_zeros(group.size), (), tuple, 0, (), ())
-        rows = x.flatten(0, 1), index.flatten()
-        y = _dispatch(*rows, layer, call, group.inner(anchor))
-        return group.wrap(y.view(x.shape))
+        use = group.note(rows.new_zeros(group.size), (), tuple, 0, (), ())
+        anchor = group.inner(use)
+        flat = rows.flatten(0, 1)
+        results = _dispatch(flat, index.flatten(), layer, run_samples, anchor)
+        return group.wrap(results.view(rows.shape))
 
 
 def _dispatch(
-    x: T, index: T, layer: Any, call: Callable[..., T], anchor: T | None = None
+    inputs: T,
+    index: T,
+    layer: Any,
+    run_samples: Callable[..., T],
+    anchor: T | None = None,
 ) -> T:
     """
     Sends rows, sample after sample, to the processes that hold their experts, and the
     results back; rows of no expert stay here and give zero. Experts there run by
-    ``call(run, samples, *given)``, with the numbers of the samples among those of all
-    processes. The anchor requires a gradient, in all processes or in none.
+    ``run_samples(run, samples, *rows)``, with the numbers of the samples among those
+    of all processes. The anchor requires a gradient, in all processes or in none.
     """
-    group, place, count, _ = layer.sharding
-    each = count // group.size
-    owner = index // each
+    group, position, count, names = layer.sharding
+    # Each process has as many experts, in order.
+    share = count // group.size
+    owner = index // share
     travels = (owner < group.size).nonzero()[:, 0]
+    # Rows of one process are sent together; the order of samples stays.
     order = travels[owner[travels].argsort(stable=True)]
     send = torch.bincount(owner[order], minlength=group.size).tolist()
-    receive = group.meet(place, send)
-    per_sample = max(1, len(x) // max(1, group.batch_sizes[group.rank]))
+    receive = group.meet(position, send)
+    per_sample = max(1, len(inputs) // max(1, group.batch_sizes[group.rank]))
     sample = order // per_sample + group.own_samples.start
-    numbers = torch.stack([sample, index[order] % each], dim=1)
+    numbers = torch.stack([sample, index[order] % share], dim=1)
     samples, expert = group.exchange(numbers, send, receive).unbind(1)
-    rows = _Exchange.apply(group, x[order], send, receive, anchor)
-    y = torch.zeros_like(rows)
+    rows = _Exchange.apply(group, inputs[order], send, receive, anchor)
+    results = torch.zeros_like(rows)
     if isinstance(layer, nn.ModuleDict):
-        for i, run in enumerate(layer.values()):
-            mine = (expert == i).nonzero()[:, 0]
-            if len(mine):
-                found = call(run, samples[mine], rows[mine])
-                y = y.index_copy(0, mine, found.to(y.dtype))
+        for number, module in enumerate(layer.values()):
+            chosen = (expert == number).nonzero()[:, 0]
+            if len(chosen):
+                part = run_samples(module, samples[chosen], rows[chosen])
+                results = results.index_copy(0, chosen, part.to(results.dtype))
     elif len(rows):
-        here = functools.partial(_stacked_here, layer)
-        y = call(here, samples, rows, expert).to(rows.dtype)
-    group.meet(place)
-    y = _Exchange.apply(group, y, receive, send, rows)
-    return y.new_zeros(x.shape).index_copy(0, order, y)
 
+        def stack(rows: T, expert: T) -> T:
+            weights = torch.ones_like(rows[..., :1])
+            return experts_interface(layer, rows, expert[..., None], weights)
 
-def _stacked_here(layer: Any, rows: T, expert: T) -> T:
-    ones = torch.ones_like(rows[..., :1])
-    return experts_interface(layer, rows, expert[..., None], ones)
+        results = run_samples(stack, samples, rows, expert).to(rows.dtype)
+    # Only if all have come so far do the results travel.
+    group.meet(position)
+    results = _Exchange.apply(group, results, receive, send, rows)
+    return results.new_zeros(inputs.shape).index_copy(0, order, results)
 
 
 class _Exchange(torch.autograd.Function):
@@ -193,10 +223,11 @@ class _Exchange(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, group, rows, send, receive, anchor):
-        ctx.group, ctx.back = group, (receive, send)
+    def forward(context, group, rows, send, receive, anchor):
+        context.group = group
+        context.back = receive, send
         return group.exchange(rows, send, receive)
 
     @staticmethod
-    def backward(ctx, grad):
-        return None, ctx.group.exchange(grad, *ctx.back), None, None, None
+    def backward(context, gradient):
+        return None, context.group.exchange(gradient, *context.back), None, None, None
