@@ -15,6 +15,7 @@ from typing import (
     Iterable,
     Iterator,
     NamedTuple,
+    Protocol,
     Sequence,
     Union,
     final,
@@ -75,6 +76,18 @@ def dtype_of(*dtypes: torch.dtype) -> torch.dtype:
         if dtype != found:
             found = torch.promote_types(found, dtype)
     return found
+
+
+class HasDtype(Protocol):
+    """A tensor, or what has a dtype in which norms are accumulated."""
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+
+def common_dtype(operands: Iterable[HasDtype]) -> torch.dtype:
+    """Returns the dtype in which norms over several operands are accumulated."""
+    return dtype_of(*[operand.dtype for operand in operands])
 
 
 def product(sizes: Iterable[int]) -> int:
