@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, Callable
+from typing import Any, Callable, Sequence
 
 import torch
 from torch.nn import functional as F
@@ -15,6 +15,7 @@ from opacus_ext.refused import Refused
 T = torch.Tensor
 
 
+# By the setting that is private, why others are not.
 _PRIVATE = {
     "max_norm=None": "max_norm rescales the rows of the batch's tokens in place in the "
     "forward pass, which is not private.",
@@ -29,8 +30,8 @@ def refuse_embedding(
     what: str, max_norm: float | None, scale_grad_by_freq: bool, sparse: bool
 ) -> None:
     """Refuses arguments with which an embedding can't be private."""
-    given = max_norm is not None, scale_grad_by_freq, sparse
-    for is_set, (setting, reason) in zip(given, _PRIVATE.items()):
+    are_set = max_norm is not None, scale_grad_by_freq, sparse
+    for is_set, (setting, reason) in zip(are_set, _PRIVATE.items()):
         if is_set:
             raise Refused(
                 f"{what}: {reason}",
@@ -56,8 +57,11 @@ def embedding(
     if padding_idx is not None and padding_idx < 0:
         padding_idx += len(weight)
     factors = partial(_rows, weight.shape[0], padding_idx)
-    given = (weight,), (input,), factors, 1, (0,)
-    return Op(*given, lambda params, ids: F.embedding(ids, params[0], padding_idx))
+
+    def run_all(params: Sequence[T], ids: T) -> T:
+        return F.embedding(ids, params[0], padding_idx)
+
+    return Op((weight,), (input,), factors, 1, (0,), run_all)
 
 
 @handles(F.embedding)
@@ -75,14 +79,17 @@ def padded(
         return group.call(func, input, weight, padding_idx, *args, **kwargs)
     padding_idx %= len(weight)
     rows = group.call(func, input, weight, None, *args, **kwargs)
+    # Rows at the padding have their value, and no gradient.
     with group:
-        return torch.where((input == padding_idx).unsqueeze(-1), rows.detach(), rows)
+        is_padding = (input == padding_idx).unsqueeze(-1)
+        return torch.where(is_padding, rows.detach(), rows)
 
 
 @handles(torch.embedding, torch.ops.aten.embedding, torch.ops.aten.embedding.default)
 def _embedding(
     group: Any, func: Callable, weight: T, input: T, padding_idx: int = -1, *args: Any
 ) -> T:
+    """Calls the function of ``nn.functional``, for which no padding is None."""
     padding = None if padding_idx < 0 else padding_idx
     return padded(group, F.embedding, input, weight, padding, None, 2.0, *args)
 
@@ -94,17 +101,22 @@ def getitem(table: T, index: Any) -> Op | None:
         return None
     if index.dtype in (torch.bool, torch.uint8):
         return None
-    given = (table,), (index,), partial(_rows, len(table), None), table.dim() - 1, (0,)
-    return Op(*given, lambda params, index: params[0][index])
+    factors = partial(_rows, len(table), None)
+    return Op((table,), (index,), factors, table.dim() - 1, (0,), _look_up)
+
+
+def _look_up(params: Sequence[T], index: T) -> T:
+    return params[0][index]
 
 
 def _rows(
     size: int, padding: int | None, backprops: T, ids: T
 ) -> list[tuple[Factor, ...]]:
     """Returns the factors of a table ``[size, *]``, whose index may be negative."""
-    # A sequence of no tokens has no entries to tell -1 from.
+    # Rows are flattened, as ``view(*shape, -1)`` fails for a sequence of no tokens.
     rows = backprops.flatten(2) if backprops.dim() > 2 else backprops[..., None]
     if padding is not None:
         rows = rows.masked_fill((ids == padding).unsqueeze(-1), 0)
-    ids = ids.to(rows.device, torch.long)  # it may be on the CPU for ``table[ids]``
+    # An index ``table[ids]`` may be on the CPU where the table is not.
+    ids = ids.to(rows.device, torch.long)
     return [(OneHot(ids % size, size), rows)]

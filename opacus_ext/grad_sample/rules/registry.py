@@ -69,7 +69,8 @@ def register_rule(*functions: Callable) -> Callable[[Rule], Rule]:
     """
 
     def decorator(rule: Rule) -> Rule:
-        RULES.update((f, (rule, *RULES.get(f, ()))) for f in functions)
+        for function in functions:
+            RULES[function] = (rule, *RULES.get(function, ()))
         return rule
 
     return decorator
@@ -84,7 +85,7 @@ def as_op(function: Callable) -> Callable:
 
     @functools.wraps(function)
     def op(*args: Any, **kwargs: Any) -> Any:
-        tensors = [x for x in args if isinstance(x, torch.Tensor)]
+        tensors = [value for value in args if isinstance(value, torch.Tensor)]
         if has_torch_function(tensors):
             return handle_torch_function(op, tensors, *args, **kwargs)
         return function(*args, **kwargs)
@@ -143,12 +144,14 @@ def library_op(schema: str, function: Callable, run: Callable) -> Callable:
     name = schema.partition("(")[0]
 
     def rule(info: Any, in_dims: tuple, *args: Any) -> tuple[torch.Tensor, int]:
-        tensors = [isinstance(x, torch.Tensor) for x in args]
-        given = [
-            x if not own else x[None] if dim is None else x.movedim(dim, 0)
-            for x, own, dim in zip(args, tensors, in_dims)
-        ]
-        return run(*given), 0
+        values = list(args)
+        for i, dim in enumerate(in_dims):
+            if isinstance(values[i], torch.Tensor):
+                # A tensor that samples share is one row, as in :data:`OF_ALL`.
+                values[i] = (
+                    values[i][None] if dim is None else values[i].movedim(dim, 0)
+                )
+        return run(*values), 0
 
     _library.define(schema)
     _library.impl(name, function, "CompositeImplicitAutograd")
