@@ -32,7 +32,6 @@ from opacus_ext.grad_sample.factors.rows import (
     sample_norms,
     scaled_norms,
     square_sum,
-    steps,
     sums_wide,
     times,
     upcast,
@@ -81,7 +80,12 @@ class Term:
         """Returns the gradients ``[B, numel]``, added into ``total`` if given."""
         raise NotImplementedError
 
-    def weighted_sum(self, weights: T, dtype: torch.dtype, total: T | None = None) -> T:
+    def weighted_sum(
+        self,
+        weights: T,
+        dtype: torch.dtype,
+        total: T | None = None,
+    ) -> T:
         """Returns ``sum_b weights[b] * gradient[b]``, added to ``total`` if given."""
         raise NotImplementedError
 
@@ -124,13 +128,17 @@ class OuterProducts(Term):
             if not dense:
                 # A dense factor of width one counts each row once.
                 index = self.onehot[0].index
-                dense = (torch.ones(*index.shape, 1, device=index.device),)
-                factors = (*factors, *dense)
+                ones = torch.ones(*index.shape, 1, device=index.device)
+                dense = (ones,)
+                factors = (*factors, ones)
         elif not factors[1:]:
             (rows,) = dense
             if rows.dtype.itemsize <= 2:
                 rows = upcast(rows)
-            self.flat = rows.squeeze(1) if rows.shape[1] == 1 else rows.sum(1)
+            if rows.shape[1] == 1:
+                self.flat = rows.squeeze(1)
+            else:
+                self.flat = rows.sum(1)
             dense = factors = (self.flat.unsqueeze(1),)
         self.factors = factors
         self.dense: list[T] = list(dense)
@@ -176,15 +184,15 @@ class OuterProducts(Term):
         right = functools.reduce(rows_product, others, right)
         if total is None:
             return torch.bmm(left.mT, right).flatten(1)
-        total.view(self.batch_size, left.shape[2], -1).baddbmm_(left.mT, right)
+        matrices = total.view(self.batch_size, left.shape[2], -1)
+        matrices.baddbmm_(left.mT, right)
         return total
 
     def _by_index(self, dtype: torch.dtype, total: T | None) -> T:
         """Sums the rows of each index, in a table whose first axes are one-hot."""
         places, size = places_of(self.onehot)
-        shape = (self.batch_size, *self.widths)
-        is_dense = (False, *self.kind.is_dense)
-        axes = list(range(len(shape)))
+        is_dense = [False, *[type(factor) is not OneHot for factor in self.factors]]
+        axes = list(range(len(is_dense)))
         order = sorted(axes, key=is_dense.__getitem__)
         left, *others = [rows.to(dtype).flatten(0, 1) for rows in self.dense]
         if others:
@@ -198,12 +206,17 @@ class OuterProducts(Term):
             table = target.view(-1, left.shape[1]).index_add_(0, places, left)
             if target is total:
                 return total
-        if order != axes:
-            # The parameter has the axis of a dense factor before a one-hot one.
-            table = table.view([shape[axis] for axis in order]).movedim(axes, order)
-        return add_into(total, table.reshape(self.batch_size, product(shape[1:])))
+        # The axes are put into the order that they have in the parameter.
+        sizes = (self.batch_size, *self.widths)
+        table = table.view([sizes[axis] for axis in order])
+        return add_into(total, table.movedim(axes, order).flatten(1))
 
-    def weighted_sum(self, weights: T, dtype: torch.dtype, total: T | None = None) -> T:
+    def weighted_sum(
+        self,
+        weights: T,
+        dtype: torch.dtype,
+        total: T | None = None,
+    ) -> T:
         if weights.dtype == torch.bfloat16 and self.sums_wide:
             return self._wide_sum(weights, total)
         if weights.dtype != dtype:
@@ -215,11 +228,12 @@ class OuterProducts(Term):
             left, right = scaled
             return left.flatten(0, 1).mT @ right.flatten(0, 1)
         # The rows of all samples are summed as if they were those of one sample.
-        for i, factor in enumerate(scaled):
+        for position, factor in enumerate(scaled):
             if type(factor) is OneHot:
-                scaled[i] = OneHot(factor.index.reshape(1, -1), factor.size)
+                index = factor.index.reshape(1, -1)
+                scaled[position] = OneHot(index, factor.size)
             else:
-                scaled[i] = factor.reshape(1, -1, factor.shape[2])
+                scaled[position] = factor.reshape(1, -1, factor.shape[2])
         return OuterProducts(*scaled).materialize(dtype, total)
 
     def _scaled(self, weights: T, dtype: torch.dtype) -> list[Any]:
@@ -230,7 +244,7 @@ class OuterProducts(Term):
             if rows.shape[2] < narrowest.shape[2]:
                 narrowest = rows
         factors: list[Any] = list(self.factors)
-        for i, factor in enumerate(factors):
+        for position, factor in enumerate(factors):
             if type(factor) is OneHot:
                 continue
             rows = factor
@@ -244,7 +258,7 @@ class OuterProducts(Term):
                 rows = torch.mul(rows, weights, out=out)
                 # The same tensor may be two factors; weights multiply only one.
                 narrowest = None
-            factors[i] = rows
+            factors[position] = rows
         return factors
 
     def _wide_sum(self, weights: T, total: T | None) -> T:
@@ -264,9 +278,9 @@ class OuterProducts(Term):
     def without(self, samples: T) -> OuterProducts:
         mask = samples[:, None, None]
         factors = list(self.factors)
-        for i, factor in enumerate(factors):
+        for position, factor in enumerate(factors):
             if not isinstance(factor, OneHot):
-                factors[i] = factor.masked_fill(mask, 0)
+                factors[position] = factor.masked_fill(mask, 0)
         return OuterProducts(*factors)
 
     def resolved(self) -> OuterProducts:
@@ -274,15 +288,16 @@ class OuterProducts(Term):
 
     def wide(self, samples: T) -> OuterProducts:
         factors = list(self.factors)
-        for i, factor in enumerate(factors):
+        for position, factor in enumerate(factors):
             selected = cut(factor, samples.to(self.device))
             if not isinstance(selected, OneHot):
                 selected = selected.double()
-            factors[i] = selected
+            factors[position] = selected
         return OuterProducts(*factors)
 
     def squares(self) -> Squares:
-        return self.squares_by(_method_of(self.kind, self.batch_size, workspace()))
+        method = _method_of(self.kind, self.batch_size, workspace())
+        return self.squares_by(method)
 
     def squares_by(self, method: Method) -> Squares:
         """Returns the squared norms, computed by rows, segments or Gram matrices."""
@@ -316,9 +331,9 @@ class OuterProducts(Term):
         is_inside = (first.index >= rows.start) & (first.index < rows.stop)
         index = torch.where(is_inside, first.index - rows.start, 0)
         # Zeros in one dense factor leave out the rows of other indices.
-        for i, factor in enumerate(others):
+        for position, factor in enumerate(others):
             if not isinstance(factor, OneHot):
-                others[i] = torch.where(is_inside.unsqueeze(-1), factor, 0)
+                others[position] = torch.where(is_inside.unsqueeze(-1), factor, 0)
                 break
         return OuterProducts(OneHot(index, rows.stop - rows.start), *others)
 
@@ -380,7 +395,12 @@ class Kind(NamedTuple):
         return self.has_onehot and not several and self.length > 32
 
 
-def _has_few_rows(kind: Kind, batch_size: int, bound: int, most: int) -> bool:
+def _has_few_rows(
+    kind: Kind,
+    batch_size: int,
+    bound: int,
+    most: int,
+) -> bool:
     """Returns True if Gram matrices of all rows take few multiply-adds."""
     # 64 stands for the passes over the product.
     width = 64 + sum(kind.dense_widths)
@@ -403,14 +423,14 @@ def _cost_of_grams(kinds: Sequence[Kind]) -> float:
     if len({kind.widths for kind in kinds}) > 1:
         return math.inf
     cost = 0.0
-    for i, first in enumerate(kinds):
+    for number, first in enumerate(kinds):
         width = sum(first.dense_widths)
         if first.has_segments:
             cost += first.length * (16 + width)
         else:
             # The triangle takes half of all products, the blocks on its diagonal more.
             cost += 0.65 * first.length**2 * (8 + width)
-        for second in kinds[:i]:
+        for second in kinds[:number]:
             width = 8 * len(first.widths)
             for size, dense, other in zip(
                 first.widths, first.is_dense, second.is_dense
@@ -434,7 +454,10 @@ def _cost_of_blocks(kinds: Sequence[Kind]) -> float:
 
 
 def _is_worth_caching(
-    kinds: Sequence[Kind], batch_size: int, cache: int, cost: float
+    kinds: Sequence[Kind],
+    batch_size: int,
+    cache: int,
+    cost: float,
 ) -> bool:
     """
     Returns True if gradients are to be materialized for the norm and kept for the
@@ -457,7 +480,10 @@ def _is_worth_caching(
 
 @functools.lru_cache(maxsize=2**14)
 def _choose(
-    kinds: tuple[Kind, ...], batch_size: int, cache: int, bound: int
+    kinds: tuple[Kind, ...],
+    batch_size: int,
+    cache: int,
+    bound: int,
 ) -> tuple[Method, tuple[Method, ...]]:
     """
     Chooses the method for a sum of terms, and those of its terms where it is by Grams.
@@ -502,7 +528,12 @@ class GradSample:
         True
     """
 
-    def __init__(self, shape: torch.Size, batch_size: int, rows: T | None = None):
+    def __init__(
+        self,
+        shape: torch.Size,
+        batch_size: int,
+        rows: T | None = None,
+    ):
         self.shape, self.numel = torch.Size(shape), product(shape)
         self.batch_size = batch_size
         #: Bytes of the materialized gradients that are kept for the clipped sum.
@@ -538,7 +569,8 @@ class GradSample:
             return
         flat = self._terms[-1].flat
         if flat is not None and term.flat is not None:
-            self._terms[-1] = OuterProducts((flat + term.flat).unsqueeze(1))
+            rows = (flat + term.flat).unsqueeze(1)
+            self._terms[-1] = OuterProducts(rows)
         else:
             self._terms.append(term)
 
@@ -559,7 +591,9 @@ class GradSample:
             if rows != (size, length):
                 return False
             numel *= width
-        return rows is not None and rows[0] == self.batch_size and numel == self.numel
+        if rows is None or rows[0] != self.batch_size:
+            return False
+        return numel == self.numel
 
     def _refuse(self, factors: Sequence[Factor]) -> None:
         shapes = str([tuple(entries(factor).shape) for factor in factors])
@@ -575,7 +609,9 @@ class GradSample:
 
     def flat(self) -> T | None:
         """Returns ``[B, numel]`` if the gradients are materialized, else None."""
-        return self._terms[0].flat if len(self._terms) == 1 else None
+        if len(self._terms) != 1:
+            return None
+        return self._terms[0].flat
 
     def materialize(self) -> T:
         """Returns the per-sample gradients ``[B, *shape]``."""
@@ -642,23 +678,25 @@ class GradSample:
                     return self._cache(self)
                 if len(self._terms) == 1:
                     return term.squares()
-        merged = self._merged() if len(self._terms) > 1 else self
+        merged = self
+        if len(self._terms) > 1:
+            merged = self._merged()
         terms: Any = merged._terms
         kinds = tuple([term.kind for term in terms])
         choose: Any = _choose
         if torch.compiler.is_compiling():
             # Dynamo would warn of a function that has a cache.
             choose = _choose.__wrapped__
-        method, by_term = choose(kinds, self.batch_size, cache, workspace())
-        if method is Method.CACHE:
+        chosen, by_term = choose(kinds, self.batch_size, cache, workspace())
+        if chosen is Method.CACHE:
             return self._cache(merged)
-        if method is Method.GROUPS:
+        if chosen is Method.GROUPS:
             return _square_by_groups(terms[0])
-        if method is Method.BLOCKS:
+        if chosen is Method.BLOCKS:
             return merged._squares_of_blocks()
-        squares = [term.squares_by(each) for term, each in zip(terms, by_term)]
-        for i, first in enumerate(terms):
-            for second in terms[:i]:
+        squares = [term.squares_by(method) for term, method in zip(terms, by_term)]
+        for number, first in enumerate(terms):
+            for second in terms[:number]:
                 # The sum over all pairs has the first with the second, and the reverse.
                 products = inner(first.factors, second.factors, self._dtype)
                 squares += [products, products]
@@ -666,7 +704,8 @@ class GradSample:
 
     def _squares_of_blocks(self) -> Squares:
         """Returns squared norms; gradients are materialized block by block."""
-        size = functools.reduce(torch.add, [term.size() for term in self._terms])
+        sizes = [term.size() for term in self._terms]
+        size = functools.reduce(torch.add, sizes)
         values = self._zeros(self.batch_size)
         for block in self._blocks():
             values = values + square_sum(block.materialize())
@@ -677,7 +716,8 @@ class GradSample:
         norms = self._zeros(self.batch_size)
         if self._terms:
             terms = [term.resolved() for term in self._terms]
-            for block in _sum_of(terms, self.shape, self.batch_size)._blocks():
+            resolved = _sum_of(terms, self.shape, self.batch_size)
+            for block in resolved._blocks():
                 block_norms = scaled_norms(block.materialize().flatten(1))
                 norms = torch.hypot(norms, block_norms)
         return norms
@@ -727,7 +767,9 @@ class GradSample:
         for term in self._terms:
             resolved = term.resolved()
             factors = resolved.factors
-            kind = tuple([(width_of(rows), entries(rows).dtype) for rows in factors])
+            kind = tuple(
+                [(width_of(factor), entries(factor).dtype) for factor in factors]
+            )
             by_kind.setdefault(kind, []).append(resolved)
         merged = []
         for terms in by_kind.values():
@@ -748,13 +790,20 @@ class GradSample:
         step = max(1, math.ceil(self.shape[0] / count))
         # Who asks for blocks has only terms whose rows are in memory.
         terms: Any = self._terms
-        for start, stop in steps(self.shape[0], step):
-            shape = torch.Size((stop - start, *self.shape[1:]))
-            parts = [term.part(self.shape, slice(start, stop)) for term in terms]
+        length, *others = self.shape
+        for start in range(0, length, step):
+            stop = min(start + step, length)
+            rows = slice(start, stop)
+            parts = [term.part(self.shape, rows) for term in terms]
+            shape = torch.Size([stop - start, *others])
             yield _sum_of(parts, shape, self.batch_size)
 
 
-def _sum_of(terms: Sequence[Term], shape: torch.Size, size: int) -> GradSample:
+def _sum_of(
+    terms: Sequence[Term],
+    shape: torch.Size,
+    size: int,
+) -> GradSample:
     """Returns the sum of terms that are known to fit the shape."""
     sample = GradSample(shape, size)
     sample._terms = list(terms)
@@ -767,11 +816,16 @@ def _square_by_groups(term: OuterProducts) -> Squares:
     dense = [rows.flatten(0, 1) for rows in term.dense]
     count = term.batch_size * size
     by_place = torch.ops.opacus_ext.square_by_place(dense, places, count)
-    return Squares(*by_place.view(2, term.batch_size, size).sum(2))
+    values, least = by_place.view(2, term.batch_size, size).sum(2)
+    return Squares(values, least)
 
 
 @kernel("square_by_place")
-def _square_by_place(dense: Sequence[T], places: T, count: int) -> T:
+def _square_by_place(
+    dense: Sequence[T],
+    places: T,
+    count: int,
+) -> T:
     """Returns the squared norm of each place, and its least, see places.py."""
     shape = torch.Size([rows.shape[1] for rows in dense])
     squares = places.new_zeros(2, count, dtype=common_dtype(dense))

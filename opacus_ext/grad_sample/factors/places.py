@@ -27,14 +27,20 @@ T = torch.Tensor
 _LARGE = 128
 
 
+def _first_places(samples: T, count: int) -> T:
+    """Returns the first of the ``count`` places of each sample, ``[B, 1]``."""
+    numbers = torch.arange(len(samples), device=samples.device)
+    return count * numbers.unsqueeze(1)
+
+
 def places_of(onehot: Sequence[OneHot]) -> tuple[T, int]:
     """Returns the place of each row, flattened, and ``size``."""
     index, size = onehot[0]
     for other in onehot[1:]:
         index = index * other.size + other.index
         size *= other.size
-    samples = torch.arange(len(index), device=index.device)[:, None]
-    return (samples * size + index).flatten(), size
+    places = _first_places(index, size) + index
+    return places.flatten(), size
 
 
 def square_of_sums(rows: T, places: T, batch_size: int) -> T:
@@ -50,7 +56,9 @@ def square_of_sums(rows: T, places: T, batch_size: int) -> T:
 
 
 def groups_of(
-    dense: Sequence[T], places: T, large: int = _LARGE
+    dense: Sequence[T],
+    places: T,
+    large: int = _LARGE,
 ) -> Iterator[tuple[T | slice, list[T]]]:
     """
     Groups rows ``[rows, width]`` by place. Yields places and the factors of their rows
@@ -71,7 +79,8 @@ def groups_of(
     widths = [rows.shape[1] for rows in dense]
     for level in levels.unique().tolist():
         chosen = levels == level
-        step = torch.arange(int(counts[chosen].max()), device=places.device)
+        most = int(counts[chosen].max())
+        step = torch.arange(most, device=places.device)
         inside = step < counts[chosen, None]
         # Padding is the group's own first row: others may not be finite.
         numbers = order[starts[chosen, None] + step * inside]
@@ -93,12 +102,13 @@ library = torch.library.Library("opacus_ext", "FRAGMENT")
 _ops = torch.ops.opacus_ext
 # CUDA graphs can't record them, as they read the number of rows.
 _tag = getattr(torch.Tag, "cudagraph_unsafe", None)
+_tags = () if _tag is None else (_tag,)
 for _schema in (
     "grouped_linear(Tensor x, Tensor places, Tensor weight, bool transposed=False)",
     "sum_by_place(Tensor left, Tensor right, Tensor places, SymInt count)",
     "square_by_place(Tensor[] dense, Tensor places, SymInt count)",
 ):
-    library.define(f"{_schema} -> Tensor", tags=() if _tag is None else (_tag,))
+    library.define(f"{_schema} -> Tensor", tags=_tags)
 
 
 def kernel(name: str) -> Callable[[Callable], Callable]:
@@ -116,13 +126,18 @@ def kernel(name: str) -> Callable[[Callable], Callable]:
 
 
 @kernel("grouped_linear")
-def _products(x: T, places: T, weight: T, transposed: bool = False) -> T:
+def _products(
+    inputs: T,
+    places: T,
+    weight: T,
+    transposed: bool = False,
+) -> T:
     if transposed:
         weight = weight.mT
     order = places.argsort(stable=True)
     counts = torch.bincount(places, minlength=len(weight)).tolist()
-    inputs = x.index_select(0, order)
-    outputs = inputs.new_empty(len(x), weight.shape[2])
+    inputs = inputs.index_select(0, order)
+    outputs = inputs.new_empty(len(inputs), weight.shape[2])
     start = 0
     for matrix, count in zip(weight.unbind(), counts):
         if count:
@@ -135,7 +150,12 @@ def _products(x: T, places: T, weight: T, transposed: bool = False) -> T:
 
 
 @kernel("sum_by_place")
-def _sums(left: T, right: T, places: T, count: int) -> T:
+def _sums(
+    left: T,
+    right: T,
+    places: T,
+    count: int,
+) -> T:
     sums = left.new_zeros(count, left.shape[1], right.shape[1])
     # A CPU has no kernels to launch: padding costs it more than many small products.
     large = 8 if places.device.type == "cpu" else _LARGE
@@ -149,37 +169,49 @@ def _sums(left: T, right: T, places: T, count: int) -> T:
 
 class _Products(private_torch.SingleLevelFunction):
     @staticmethod
-    def forward(ctx: Any, x: T, places: T, weight: T, transposed: bool = False) -> T:
-        ctx.transposed = transposed
-        ctx.save_for_backward(x, places, weight)
+    def forward(
+        context: Any,
+        inputs: T,
+        places: T,
+        weight: T,
+        transposed: bool = False,
+    ) -> T:
+        context.transposed = transposed
+        context.save_for_backward(inputs, places, weight)
         with private_torch.below_autograd():
-            return _ops.grouped_linear(x, places, weight, transposed)
+            return _ops.grouped_linear(inputs, places, weight, transposed)
 
     @staticmethod
-    def backward(ctx: Any, grad: T) -> tuple:
-        x, places, weight = ctx.saved_tensors
+    def backward(context: Any, grad: T) -> tuple:
+        inputs, places, weight = context.saved_tensors
         of_x = of_weight = None
-        if ctx.needs_input_grad[0]:
-            of_x = _ops.grouped_linear(grad, places, weight, not ctx.transposed)
-        if ctx.needs_input_grad[2]:
+        if context.needs_input_grad[0]:
+            of_x = _ops.grouped_linear(grad, places, weight, not context.transposed)
+        if context.needs_input_grad[2]:
             # The rows that have no place are summed behind the last one.
             count = len(weight)
             places = places.clamp(max=count)
-            pair = (grad, x) if ctx.transposed else (x, grad)
+            pair = (grad, inputs) if context.transposed else (inputs, grad)
             of_weight = _ops.sum_by_place(*pair, places, count + 1)[:count]
         return of_x, None, of_weight, None
 
 
 class _Sums(private_torch.SingleLevelFunction):
     @staticmethod
-    def forward(ctx: Any, left: T, right: T, places: T, count: int) -> T:
-        ctx.save_for_backward(left, right, places)
+    def forward(
+        context: Any,
+        left: T,
+        right: T,
+        places: T,
+        count: int,
+    ) -> T:
+        context.save_for_backward(left, right, places)
         with private_torch.below_autograd():
             return _ops.sum_by_place(left, right, places, count)
 
     @staticmethod
-    def backward(ctx: Any, grad: T) -> tuple:
-        left, right, places = ctx.saved_tensors
+    def backward(context: Any, grad: T) -> tuple:
+        left, right, places = context.saved_tensors
         of_left = _ops.grouped_linear(right, places, grad, True)
         of_right = _ops.grouped_linear(left, places, grad)
         return of_left, of_right, None, None
@@ -199,7 +231,11 @@ library.impl("grouped_linear", _differentiable(_Products), "Autograd")
 library.impl("sum_by_place", _differentiable(_Sums), "Autograd")
 
 
-def _batched(info: Any, in_dims: tuple, tensors: Sequence[T]) -> list[T]:
+def _batched(
+    info: Any,
+    in_dims: tuple,
+    tensors: Sequence[T],
+) -> list[T]:
     """Returns the tensors of all samples; those that samples share are expanded."""
     batched = []
     for tensor, dim in zip(tensors, in_dims):
@@ -210,29 +246,32 @@ def _batched(info: Any, in_dims: tuple, tensors: Sequence[T]) -> list[T]:
     return batched
 
 
-def _first_places(samples: T, count: int) -> T:
-    """Returns the first of the ``count`` places of each sample, ``[B, 1]``."""
-    return count * torch.arange(len(samples), device=samples.device)[:, None]
-
-
 @torch.library.register_vmap("opacus_ext::grouped_linear", lib=library)
-def _products_of_samples(info: Any, in_dims: tuple, *args: Any) -> tuple[T, int]:
+def _products_of_samples(
+    info: Any,
+    in_dims: tuple,
+    *args: Any,
+) -> tuple[T, int]:
     """The rule of vmap: multiplies all rows at once, also by weights of each sample."""
-    x, places, weights = _batched(info, in_dims, args[:3])
+    inputs, places, weights = _batched(info, in_dims, args[:3])
     weight, count = args[2], weights.shape[1]
     if in_dims[2] is not None:
         # A place behind all others stays so: its row has no weight.
         is_inside = places < count
-        last = count * len(x)
+        last = count * len(inputs)
         places = torch.where(is_inside, places + _first_places(places, count), last)
         weight = weights.flatten(0, 1)
-    rows = x.flatten(0, 1)
+    rows = inputs.flatten(0, 1)
     products = _ops.grouped_linear(rows, places.flatten(), weight, *args[3:])
-    return products.unflatten(0, x.shape[:2]), 0
+    return products.unflatten(0, inputs.shape[:2]), 0
 
 
 @torch.library.register_vmap("opacus_ext::sum_by_place", lib=library)
-def _sums_of_samples(info: Any, in_dims: tuple, *args: Any) -> tuple[T, int]:
+def _sums_of_samples(
+    info: Any,
+    in_dims: tuple,
+    *args: Any,
+) -> tuple[T, int]:
     *tensors, count = args
     left, right, places = _batched(info, in_dims, tensors)
     size = len(left)
@@ -243,16 +282,31 @@ def _sums_of_samples(info: Any, in_dims: tuple, *args: Any) -> tuple[T, int]:
 
 
 @torch.library.register_fake("opacus_ext::grouped_linear", lib=library)
-def _(x: T, places: T, weight: T, transposed: bool = False) -> T:
-    width = weight.shape[1 if transposed else 2]
-    return x.new_empty(len(x), width)
+def _(
+    inputs: T,
+    places: T,
+    weight: T,
+    transposed: bool = False,
+) -> T:
+    if transposed:
+        weight = weight.mT
+    return inputs.new_empty(len(inputs), weight.shape[2])
 
 
 @torch.library.register_fake("opacus_ext::sum_by_place", lib=library)
-def _(left: T, right: T, places: T, count: int) -> T:
+def _(
+    left: T,
+    right: T,
+    places: T,
+    count: int,
+) -> T:
     return left.new_empty(count, left.shape[1], right.shape[1])
 
 
 @torch.library.register_fake("opacus_ext::square_by_place", lib=library)
-def _(dense: Sequence[T], places: T, count: int) -> T:
+def _(
+    dense: Sequence[T],
+    places: T,
+    count: int,
+) -> T:
     return places.new_empty(2, count, dtype=common_dtype(dense))

@@ -47,16 +47,11 @@ def entries(factor: Factor) -> T:
     return factor
 
 
-def _with_entries(factor: Factor, rows: T) -> Factor:
-    """Returns a factor of the same kind with other :func:`entries`."""
-    if type(factor) is OneHot:
-        return OneHot(rows, factor.size)
-    return rows
-
-
 def cut(factor: Factor, where: Any) -> Factor:
     """Indexes the rows of a factor."""
-    return _with_entries(factor, entries(factor)[where])
+    if type(factor) is OneHot:
+        return OneHot(factor.index[where], factor.size)
+    return factor[where]
 
 
 def joined(factors: Sequence[Factor]) -> Factor:
@@ -64,7 +59,10 @@ def joined(factors: Sequence[Factor]) -> Factor:
     first = factors[0]
     if len(factors) == 1:
         return first
-    return _with_entries(first, torch.cat(list(map(entries, factors)), dim=1))
+    rows = torch.cat(list(map(entries, factors)), dim=1)
+    if type(first) is OneHot:
+        return OneHot(rows, first.size)
+    return rows
 
 
 def width_of(factor: Factor) -> int:
@@ -116,12 +114,6 @@ def rows_product(left: T, right: T) -> T:
     return products.flatten(-2)
 
 
-def steps(size: int, step: int) -> Iterator[tuple[int, int]]:
-    """Yields the start and stop of each chunk of an axis."""
-    for start in range(0, size, step):
-        yield start, min(start + step, size)
-
-
 # torch adds squares one after another on a CPU: in float32 the norm of 4e7 is off by
 # 0.3 to 8 %. Longer rows, contiguous or strided, are cut into parts: 6e-5 at most.
 _MOST, _MOST_STRIDED, _PART = 2**16, 2**12, 2**12
@@ -140,7 +132,8 @@ def sample_norms(tensor: T) -> T:
     parts = rows[:, :end].unflatten(1, (-1, _PART))
     norms = torch.linalg.vector_norm(parts, dim=2)
     # The entries of an incomplete last part are their own norms.
-    return sample_norms(torch.cat([norms, rows[:, end:]], dim=1))
+    norms = torch.cat([norms, rows[:, end:]], dim=1)
+    return sample_norms(norms)
 
 
 def square_sum(tensor: T) -> T:
@@ -285,7 +278,11 @@ def sums_wide(*factors: T) -> bool:
     return True
 
 
-def times(left: T, right: T, dtype: torch.dtype) -> T:
+def times(
+    left: T,
+    right: T,
+    dtype: torch.dtype,
+) -> T:
     """Returns ``left @ right`` for each sample, with products and sums in ``dtype``."""
     if left.dtype == dtype and right.dtype == dtype:
         return torch.bmm(left, right)
@@ -335,7 +332,9 @@ def full_precision(device: torch.device | None = None) -> ContextManager:
     if torch.compiler.is_compiling():
         return nullcontext()
     settings = tf32_settings(device)
-    return _changed(settings) if settings else nullcontext()
+    if not settings:
+        return nullcontext()
+    return _changed(settings)
 
 
 @contextmanager
@@ -354,7 +353,9 @@ def _changed(settings: list[tuple]) -> Iterator[None]:
 
 
 def inner(
-    left: Sequence[Factor], right: Sequence[Factor] | None, dtype: torch.dtype
+    left: Sequence[Factor],
+    right: Sequence[Factor] | None,
+    dtype: torch.dtype,
 ) -> Squares:
     """
     Returns ``sum_{t,t'} prod_k <left_k[t], right_k[t']>`` for each sample, computed in
@@ -364,7 +365,8 @@ def inner(
     first = entries(left[-1])
     batch_size, length = first.shape[:2]
     # Two Gram matrices are in memory at a time: a factor's own, and their product.
-    row_bytes = 2 * batch_size * entries(others[-1]).shape[1] * dtype.itemsize
+    width = entries(others[-1]).shape[1]
+    row_bytes = 2 * batch_size * width * dtype.itemsize
     step = length
     if length * row_bytes > _workspace:
         step = max(1, _workspace // max(1, row_bytes))
@@ -419,14 +421,19 @@ def chunk(length: int, device: torch.device) -> int:
     return max(fewest, math.ceil(length / 4))
 
 
-def _gram(left: Factor, right: Factor, dtype: torch.dtype) -> T:
+def _gram(
+    left: Factor,
+    right: Factor,
+    dtype: torch.dtype,
+) -> T:
     """Returns ``<left[t], right[t']>`` as ``[B, T, T']``."""
     if type(left) is OneHot and type(right) is OneHot:
-        return (left.index[:, :, None] == right.index[:, None, :]).to(dtype)
+        are_equal = left.index[:, :, None] == right.index[:, None, :]
+        return are_equal.to(dtype)
     if type(left) is OneHot:
         return _gram(right, left, dtype).mT.contiguous()
     if type(right) is OneHot:
         # A product with one-hot rows is a look-up.
-        index = right.index[:, None, :].expand(-1, left.shape[1], -1)
+        index = right.index.unsqueeze(1).expand(-1, left.shape[1], -1)
         return left.gather(2, index).to(dtype)
     return times(left, right.mT, dtype)
