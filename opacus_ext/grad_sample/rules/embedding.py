@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional as F
 
 from opacus_ext.grad_sample.factors import Factor, OneHot
-from opacus_ext.grad_sample.rules.registry import Op, handles, register_rule
+from opacus_ext.grad_sample.rules.registry import Group, Op, handles, register_rule
 from opacus_ext.refused import Refused
 
 T = torch.Tensor
@@ -27,7 +27,10 @@ _PRIVATE = {
 
 
 def refuse_embedding(
-    what: str, max_norm: float | None, scale_grad_by_freq: bool, sparse: bool
+    what: str,
+    max_norm: float | None,
+    scale_grad_by_freq: bool,
+    sparse: bool,
 ) -> None:
     """Refuses arguments with which an embedding can't be private."""
     are_set = max_norm is not None, scale_grad_by_freq, sparse
@@ -61,13 +64,19 @@ def embedding(
     def run_all(params: Sequence[T], ids: T) -> T:
         return F.embedding(ids, params[0], padding_idx)
 
-    return Op((weight,), (input,), factors, 1, (0,), run_all)
+    return Op(
+        params=(weight,),
+        data=(input,),
+        factors=factors,
+        data_dims=(0,),
+        run_all=run_all,
+    )
 
 
 @handles(F.embedding)
 def padded(
-    group: Any,
-    func: Callable,
+    group: Group,
+    function: Callable,
     input: T,
     weight: T,
     padding_idx: int | None = None,
@@ -76,9 +85,9 @@ def padded(
 ) -> T:
     """Applies ``padding_idx`` to per-sample tables, for which vmap ignores it."""
     if padding_idx is None or not group.is_batched(weight):
-        return group.call(func, input, weight, padding_idx, *args, **kwargs)
+        return group.call(function, input, weight, padding_idx, *args, **kwargs)
     padding_idx %= len(weight)
-    rows = group.call(func, input, weight, None, *args, **kwargs)
+    rows = group.call(function, input, weight, None, *args, **kwargs)
     # Rows at the padding have their value, and no gradient.
     with group:
         is_padding = (input == padding_idx).unsqueeze(-1)
@@ -87,10 +96,17 @@ def padded(
 
 @handles(torch.embedding, torch.ops.aten.embedding, torch.ops.aten.embedding.default)
 def _embedding(
-    group: Any, func: Callable, weight: T, input: T, padding_idx: int = -1, *args: Any
+    group: Group,
+    function: Callable,
+    weight: T,
+    input: T,
+    padding_idx: int = -1,
+    *args: Any,
 ) -> T:
     """Calls the function of ``nn.functional``, for which no padding is None."""
-    padding = None if padding_idx < 0 else padding_idx
+    padding = None
+    if padding_idx >= 0:
+        padding = padding_idx
     return padded(group, F.embedding, input, weight, padding, None, 2.0, *args)
 
 
@@ -101,8 +117,14 @@ def getitem(table: T, index: Any) -> Op | None:
         return None
     if index.dtype in (torch.bool, torch.uint8):
         return None
-    factors = partial(_rows, len(table), None)
-    return Op((table,), (index,), factors, table.dim() - 1, (0,), _look_up)
+    return Op(
+        params=(table,),
+        data=(index,),
+        factors=partial(_rows, len(table), None),
+        event_dims=table.dim() - 1,
+        data_dims=(0,),
+        run_all=_look_up,
+    )
 
 
 def _look_up(params: Sequence[T], index: T) -> T:
@@ -110,11 +132,14 @@ def _look_up(params: Sequence[T], index: T) -> T:
 
 
 def _rows(
-    size: int, padding: int | None, backprops: T, ids: T
+    size: int,
+    padding: int | None,
+    backprops: T,
+    ids: T,
 ) -> list[tuple[Factor, ...]]:
     """Returns the factors of a table ``[size, *]``, whose index may be negative."""
     # Rows are flattened, as ``view(*shape, -1)`` fails for a sequence of no tokens.
-    rows = backprops.flatten(2) if backprops.dim() > 2 else backprops[..., None]
+    rows = backprops.unsqueeze(2).flatten(2)
     if padding is not None:
         rows = rows.masked_fill((ids == padding).unsqueeze(-1), 0)
     # An index ``table[ids]`` may be on the CPU where the table is not.
