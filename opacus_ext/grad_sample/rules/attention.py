@@ -49,11 +49,11 @@ def attention(
     if batches:
         batch = torch.broadcast_shapes(batch, *batches)
     # A mask, or an input, that samples share is expanded to all of them.
-    for i, tensor in enumerate(tensors):
+    for position, tensor in enumerate(tensors):
         if tensor is not None:
             if tensor.shape[:2] != batch:
                 tensor = tensor.expand(*batch, *tensor.shape[2:])
-            tensors[i] = tensor.flatten(0, 1)
+            tensors[position] = tensor.flatten(0, 1)
     outputs = _attention(*tensors, dropout_p, is_causal, scale, enable_gqa)
     size, rows = batch
     shape = [rows, *outputs.shape[1:]]

@@ -21,7 +21,6 @@ from opacus_ext.grad_sample.factors.rows import (
     least_of_entries,
     sample_norms,
     square_sum,
-    steps,
 )
 from opacus_ext.grad_sample.rules.registry import Op, register_rule
 
@@ -65,17 +64,23 @@ def conv(
         dilation,
         groups,
     )
-    event_dims = dims + 1
-    params = weight, bias
-    return Op(params, (input,), layer, event_dims, (event_dims,), layer.run_all)
+    return Op(
+        params=(weight, bias),
+        data=(input,),
+        factors=layer,
+        event_dims=dims + 1,
+        data_dims=(dims + 1,),
+        run_all=layer.run_all,
+    )
 
 
 def _of_each_dim(value: Size, dims: int) -> tuple[int, ...]:
     """Returns a setting with one entry a spatial dim."""
-    entries = (value,) if isinstance(value, int) else tuple(value)
-    if len(entries) == 1:
-        return entries * dims
-    return entries
+    if isinstance(value, int):
+        return (value,) * dims
+    if len(value) == 1:
+        return tuple(value) * dims
+    return tuple(value)
 
 
 class OfConv(NamedTuple):
@@ -101,22 +106,26 @@ class OfConv(NamedTuple):
         rows = inputs.shape[: -1 - dims]
         function = _FUNCTIONS[dims][0]
         flat = inputs.flatten(0, len(rows) - 1)
-        return function(flat, *params, *self[2:]).unflatten(0, rows)
+        outputs = function(flat, *params, *self[2:])
+        return outputs.unflatten(0, rows)
 
     def __call__(self, backprops: T, inputs: T) -> list[tuple]:
         inputs = inputs.to(backprops.dtype)
         # Windows ``[windows, width]`` are worth their memory where they are few.
+        channels = self.shape[0]
         width = self.shape[1:].numel()
         count = backprops.shape[1] * backprops.shape[3:].numel()
-        is_small = count * (self.shape[0] + width) < self.shape.numel()
+        is_small = count * (channels + width) < self.shape.numel()
         factors: tuple = (ConvGradients(self, backprops, inputs),)
         if is_small and self.groups == 1:
             windows = self.windows(inputs.flatten(0, 1))
-            windows = windows.unflatten(0, inputs.shape[:2]).flatten(1, 2)
-            factors = (backprops.flatten(3).mT.flatten(1, 2), windows)
+            windows = windows.unflatten(0, inputs.shape[:2])
+            rows = backprops.flatten(3).mT
+            factors = (rows.flatten(1, 2), windows.flatten(1, 2))
         if not self.has_bias:
             return [factors]
-        return [factors, (upcast(backprops.flatten(3)).sum(3),)]
+        of_bias = (upcast(backprops.flatten(3)).sum(3),)
+        return [factors, of_bias]
 
     def windows(self, inputs: T) -> T:
         """Returns the windows of ``[N, channels, *space]``, one row each."""
@@ -133,12 +142,14 @@ class OfConv(NamedTuple):
             span = dilation * (size - 1) + 1
             windows = windows.unfold(dim, span, stride)[..., ::dilation]
         # The windows are a view ``[N, channels, *out, *kernel]`` so far.
-        return windows.movedim(1, 1 + dims).flatten(1, dims).flatten(2)
+        windows = windows.movedim(1, 1 + dims)
+        return windows.flatten(1, dims).flatten(2)
 
     def by_sample(self, backprops: T, inputs: T) -> T:
         """Returns each sample's gradient ``[B, numel]``: its channels are a group."""
         size = len(inputs)
-        shape = torch.Size([size * self.shape[0], *self.shape[1:]])
+        channels, *others = self.shape
+        shape = torch.Size([size * channels, *others])
         layer = self._replace(shape=shape, groups=self.groups * size)
         gradients = layer.gradient(_as_channels(backprops), _as_channels(inputs))
         return gradients.reshape(size, -1)
@@ -163,22 +174,31 @@ class ConvGradients(Term):
     and ``inputs [B, n, in, *space]``.
     """
 
-    def __init__(self, layer: OfConv, backprops: T, inputs: T):
+    def __init__(
+        self,
+        layer: OfConv,
+        backprops: T,
+        inputs: T,
+    ):
         self.layer, self.backprops, self.inputs = layer, backprops, inputs
         self.batch_size, self.device = len(inputs), inputs.device
         self.dtype = dtype_of(backprops.dtype)
+        # The shape of numbers ``[B]`` that are broadcast to backprops and inputs.
+        self._column = (-1,) + (1,) * (inputs.dim() - 1)
 
     def _parts(self) -> Iterator[T]:
         """Yields the gradients of as many samples as fit into the workspace."""
         sample_bytes = self.layer.shape.numel() * self.dtype.itemsize
         step = max(1, workspace() // sample_bytes)
-        for start, stop in steps(self.batch_size, step):
-            samples = slice(start, stop)
-            yield self.layer.by_sample(self.backprops[samples], self.inputs[samples])
+        for start in range(0, self.batch_size, step):
+            samples = slice(start, start + step)
+            backprops, inputs = self.backprops[samples], self.inputs[samples]
+            yield self.layer.by_sample(backprops, inputs)
 
     def _with_each(self, change: Callable[[T], T]) -> Term:
         """Returns the gradients of changed backprops and inputs."""
-        return ConvGradients(self.layer, change(self.backprops), change(self.inputs))
+        backprops, inputs = change(self.backprops), change(self.inputs)
+        return ConvGradients(self.layer, backprops, inputs)
 
     def materialize(self, dtype: torch.dtype, total: T | None = None) -> T:
         gradients, *others = self._parts()
@@ -188,23 +208,34 @@ class ConvGradients(Term):
 
     def squares(self) -> Squares:
         values = [square_sum(upcast(gradients)) for gradients in self._parts()]
-        return Squares(torch.cat(values), least_of_entries(self.size(), self.dtype))
+        least = least_of_entries(self.size(), self.dtype)
+        return Squares(torch.cat(values), least)
 
     def size(self) -> T:
-        norms = sample_norms(upcast(self.backprops)) * sample_norms(upcast(self.inputs))
+        backprops = sample_norms(upcast(self.backprops))
+        inputs = sample_norms(upcast(self.inputs))
         # An entry of the input is in at most so many windows.
         windows = self.layer.shape[2:].numel()
-        return norms * math.sqrt(windows)
+        return backprops * inputs * math.sqrt(windows)
 
     def wide(self, samples: T) -> Term:
-        return self._with_each(lambda rows: rows[samples.to(rows.device)].double())
+        def selected(tensor: T) -> T:
+            return tensor[samples.to(tensor.device)].double()
 
-    def weighted_sum(self, weights: T, dtype: torch.dtype, total: T | None = None) -> T:
-        weights = weights.to(dtype).view(-1, *[1] * (self.backprops.dim() - 1))
-        backprops = (self.backprops.to(dtype) * weights).flatten(0, 1)
+        return self._with_each(selected)
+
+    def weighted_sum(
+        self,
+        weights: T,
+        dtype: torch.dtype,
+        total: T | None = None,
+    ) -> T:
+        weights = weights.to(dtype).view(self._column)
+        backprops = self.backprops.to(dtype) * weights
         inputs = self.inputs.flatten(0, 1).to(dtype)
-        return add_into(total, self.layer.gradient(backprops, inputs))
+        gradient = self.layer.gradient(backprops.flatten(0, 1), inputs)
+        return add_into(total, gradient)
 
     def without(self, samples: T) -> Term:
-        mask = samples.view(-1, *[1] * (self.backprops.dim() - 1))
+        mask = samples.view(self._column)
         return self._with_each(lambda rows: rows.masked_fill(mask, 0))

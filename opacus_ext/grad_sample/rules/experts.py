@@ -26,7 +26,12 @@ T = torch.Tensor
 _grouped_linear = torch.ops.opacus_ext.grouped_linear
 
 
-def grouped_linear(x: T, index: T, weight: T, transposed: bool = False) -> T:
+def grouped_linear(
+    x: T,
+    index: T,
+    weight: T,
+    transposed: bool = False,
+) -> T:
     """
     Multiplies each row by the weight of its expert.
 
@@ -48,43 +53,71 @@ def grouped_linear(x: T, index: T, weight: T, transposed: bool = False) -> T:
 
 
 @register_rule(_grouped_linear)
-def _of_experts(x: T, index: T, weight: T, transposed: bool = False) -> Op:
-    run_all = partial(_of_rows, transposed)
-    factors = partial(_experts, weight.shape[0], transposed)
-    return Op((weight,), (x, index), factors, 1, (1, 0), run_all)
+def _of_experts(
+    inputs: T,
+    index: T,
+    weight: T,
+    transposed: bool = False,
+) -> Op:
+    return Op(
+        params=(weight,),
+        data=(inputs, index),
+        factors=partial(_experts, weight.shape[0], transposed),
+        data_dims=(1, 0),
+        run_all=partial(_of_rows, transposed),
+    )
 
 
 @of_all(_grouped_linear)
-def _of_all(x: T, index: T, weight: T, transposed: bool = False) -> T:
+def _for_all(
+    inputs: T,
+    index: T,
+    weight: T,
+    transposed: bool = False,
+) -> T:
     """Multiplies the rows of all samples together if they share the weight."""
-    if len(weight) != 1 or len(x) != len(index):
+    if len(weight) != 1 or len(inputs) != len(index):
         return NotImplemented
-    return _of_rows(transposed, [weight[0]], x, index)
+    return _of_rows(transposed, [weight[0]], inputs, index)
 
 
-def _of_rows(transposed: bool, params: Sequence, inputs: T, index: T) -> T:
+def _of_rows(
+    transposed: bool,
+    params: Sequence,
+    inputs: T,
+    index: T,
+) -> T:
     rows = inputs.flatten(0, -2)
     outputs = grouped_linear(rows, index.flatten(), params[0], transposed)
     return outputs.unflatten(0, inputs.shape[:-1])
 
 
 def _experts(
-    size: int, transposed: bool, backprops: T, inputs: T, index: T
+    size: int,
+    transposed: bool,
+    backprops: T,
+    inputs: T,
+    index: T,
 ) -> list[tuple[Factor, ...]]:
     """Returns the factors of weights ``[size, in, out]``, or ``[size, out, in]``."""
     has_none = (index >= size).unsqueeze(-1)
     # A row without an expert counts for the last one, as a row of zeros.
     rows = inputs.to(backprops.dtype).masked_fill(has_none, 0)
-    expert = OneHot(index.long().clamp(max=size - 1), size)
-    pair = (backprops, rows) if transposed else (rows, backprops)
-    return [(expert, *pair)]
+    known = index.long().clamp(max=size - 1)
+    expert = OneHot(known, size)
+    if transposed:
+        return [(expert, backprops, rows)]
+    return [(expert, rows, backprops)]
 
 
 # -- layers that follow the experts interface of transformers 5 ------------------------
 
 
 def experts_interface(
-    layer: nn.Module, hidden_states: T, top_k_index: T, top_k_weights: T
+    layer: nn.Module,
+    hidden_states: T,
+    top_k_index: T,
+    top_k_weights: T,
 ) -> T:
     """
     The ``forward`` of experts with the experts interface of transformers 5, of
@@ -103,7 +136,8 @@ def experts_interface(
             return outputs
         return outputs + bias[known]
 
-    rows = hidden_states.unsqueeze(1).expand(-1, choices, -1).flatten(0, 1)
+    rows = hidden_states.unsqueeze(1).expand(-1, choices, -1)
+    rows = rows.flatten(0, 1)
     if not getattr(layer, "has_gate", True):
         rows = layer.act_fn(linear(rows, "up_proj"))
     elif hasattr(layer, "_apply_gate"):
@@ -116,8 +150,9 @@ def experts_interface(
         rows = layer.post_expert_norm(rows)
     # The weight of an index that stands for none may be anything.
     weights = torch.where(index < size, top_k_weights.flatten(), 0)
-    rows = (rows * weights.unsqueeze(-1)).unflatten(0, (-1, choices))
-    return rows.sum(1).to(hidden_states.dtype)
+    rows = rows * weights.unsqueeze(-1)
+    rows = rows.unflatten(0, (-1, choices)).sum(1)
+    return rows.to(hidden_states.dtype)
 
 
 def register_with(
@@ -130,7 +165,12 @@ def register_with(
     """
 
     def dispatched(plain: Callable | None) -> Callable:
-        def forward(layer: nn.Module, hidden_states: T, *args: Any, **kwargs: Any) -> T:
+        def forward(
+            layer: nn.Module,
+            hidden_states: T,
+            *args: Any,
+            **kwargs: Any,
+        ) -> T:
             # Where transformers' table has no entry, the class's own forward runs.
             function = plain or type(layer).forward.__wrapped__
             is_spread = getattr(layer, "_is_expert_parallel", False)

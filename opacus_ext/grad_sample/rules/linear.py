@@ -40,15 +40,23 @@ def _stack(backprops: T, activations: T) -> Factors:
     samples, length, size, rows, _ = activations.shape
     numbers = torch.arange(size, device=activations.device)
     # Each row of the stack is multiplied by the matrix with the number of its block.
-    index = numbers.repeat_interleave(rows).repeat(length).expand(samples, -1)
+    index = numbers.repeat_interleave(rows).repeat(length)
+    index = index.expand(samples, -1)
+    matrices = OneHot(index, size)
     inputs = activations.to(backprops.dtype).flatten(1, 3)
-    return [(OneHot(index, size), inputs, backprops.flatten(1, 3))]
+    return [(matrices, inputs, backprops.flatten(1, 3))]
 
 
 @register_rule(F.linear)
-def linear(input: T, weight: T, bias: T | None = None) -> Op | None:
+def linear(
+    input: T,
+    weight: T,
+    bias: T | None = None,
+) -> Op | None:
     """``y [*, out] = input [*, in] W^T + b``"""
-    if weight.dim() != 2 or bias is not None and bias.shape != weight.shape[:1]:
+    if weight.dim() != 2:
+        return None
+    if bias is not None and bias.shape != weight.shape[:1]:
         return None
     return Op((weight, bias), (input,), _linear, run_all=_run_linear)
 
@@ -58,17 +66,24 @@ def _run_linear(params: Sequence[T], inputs: T) -> T:
 
 
 @of_all(F.linear)
-def _linear_of_all(input: T, weight: T, bias: T | None = None) -> T:
+def _linear_of_all(
+    input: T,
+    weight: T,
+    bias: T | None = None,
+) -> T:
     """
     Runs all samples: vmap would take a layer that they share apart, and under autocast
     add a bias of float32, and return float32.
     """
-    if len(weight) == 1 and (bias is None or len(bias) == 1):
-        return F.linear(input, weight[0], None if bias is None else bias[0])
+    if len(weight) == 1:
+        if bias is None:
+            return F.linear(input, weight[0])
+        if len(bias) == 1:
+            return F.linear(input, weight[0], bias[0])
     if bias is None or weight.dim() != 3 or bias.dim() != 2:
         return NotImplemented
     size = max(len(input), len(weight), len(bias))
-    rows = input.flatten(1, -2) if input.dim() > 2 else input.unsqueeze(1)
+    rows = input.unsqueeze(1).flatten(1, -2)
     rows = rows.expand(size, -1, -1)
     weights = weight.mT.expand(size, -1, -1)
     # Autocast casts all three, so that the result has the dtype of a sample alone.
@@ -81,7 +96,11 @@ _op = library_op(
 )
 
 
-def _linear_in_compiled(input: T, weight: T, bias: T | None = None) -> T:
+def _linear_in_compiled(
+    input: T,
+    weight: T,
+    bias: T | None = None,
+) -> T:
     if bias is None or weight.dim() != 2 or bias.dim() != 1:
         return F.linear(input, weight, bias)
     return _op(input, weight, bias)
@@ -92,7 +111,12 @@ IN_COMPILED[F.linear] = _linear_in_compiled
 
 @register_rule(torch.addmm, T.addmm)
 def addmm(
-    input: T, mat1: T, mat2: T, *, beta: float = 1, alpha: float = 1
+    input: T,
+    mat1: T,
+    mat2: T,
+    *,
+    beta: float = 1,
+    alpha: float = 1,
 ) -> Op | None:
     """``y [*, out] = input [out] + mat1 [*, in] mat2 [in, out]``"""
     if beta != 1 or alpha != 1 or input.shape != mat2.shape[1:]:
@@ -106,7 +130,11 @@ def _run_addmm(params: Sequence[T], inputs: T) -> T:
 
 
 @register_rule(torch.matmul, T.matmul, T.__matmul__, torch.mm, T.mm)
-def matmul(input: T, other: T, **kwargs: Any) -> Op | None:
+def matmul(
+    input: T,
+    other: T,
+    **kwargs: Any,
+) -> Op | None:
     """``y [*, out] = x [*, in] w [in, out]``"""
     if kwargs or other.dim() != 2:
         return None
@@ -121,14 +149,18 @@ def bmm(input: T, mat2: T) -> Op | None:
     """``y[e] = input[e] mat2[e]``, where ``mat2`` is a parameter."""
     if not mat2.requires_grad:
         return None
-    return Op((mat2,), (input,), _stack, 3, (3,))
+    return Op((mat2,), (input,), _stack, event_dims=3, data_dims=(3,))
 
 
 # -- norms -----------------------------------------------------------------------------
 
 
 def _layer_norm(
-    shape: Sequence[int], eps: float, backprops: T, inputs: T, *statistics: T
+    shape: Sequence[int],
+    eps: float,
+    backprops: T,
+    inputs: T,
+    *statistics: T,
 ) -> Factors:
     """Returns the factors of a scale and a shift ``[*shape]``."""
     if statistics:
@@ -136,8 +168,9 @@ def _layer_norm(
         normalized = (inputs - mean) * inverse_std
     else:
         normalized = F.layer_norm(inputs, shape, eps=eps)
-    normalized = normalized.to(backprops.dtype)
-    return [((normalized * backprops).flatten(2),), (backprops.flatten(2),)]
+    # A scale's gradient is one number an entry: the factor covers all its axes.
+    of_scale = normalized.to(backprops.dtype) * backprops
+    return [(of_scale.flatten(2),), (backprops.flatten(2),)]
 
 
 @register_rule(F.layer_norm)
@@ -155,8 +188,14 @@ def layer_norm(
     def run_all(params: Sequence[T | None], inputs: T) -> T:
         return F.layer_norm(inputs, shape, params[0], params[1], eps)
 
-    dims = len(shape)
-    return Op((weight, bias), (input,), factors, dims, (dims,), run_all)
+    return Op(
+        params=(weight, bias),
+        data=(input,),
+        factors=factors,
+        event_dims=len(shape),
+        data_dims=(len(shape),),
+        run_all=run_all,
+    )
 
 
 def _compiled_layer_norm(*args: Any, **kwargs: Any) -> T:
@@ -200,7 +239,8 @@ def group_norm(
             param = param.expand(size, channels).flatten()
         params.append(param)
     rows = input.transpose(0, 1).flatten(1, 2)  # [N, B * channels, *space]
-    outputs = F.group_norm(rows, num_groups * size, *params, eps)
-    outputs = outputs.unflatten(1, (size, channels)).transpose(0, 1)
+    scale, shift = params
+    outputs = F.group_norm(rows, num_groups * size, scale, shift, eps)
+    outputs = outputs.unflatten(1, (size, channels))
     # The model may take a view, as it may of the result for a sample alone.
-    return outputs.contiguous()
+    return outputs.transpose(0, 1).contiguous()
