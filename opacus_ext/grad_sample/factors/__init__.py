@@ -10,12 +10,12 @@ Source: ghost norms for dense layers (Lee & Kifer 2020; Li et al. 2021), for a t
 embedding (DPFormer, claim 4.1, whose printed square on the first term is a misprint).
 """
 
-from opacus_ext.grad_sample.factors.grad_sample import (
+from opacus_ext.grad_sample.factors.grad_sample import (  # noqa: F401
     GradSample,
     OuterProducts,
     Term,
 )
-from opacus_ext.grad_sample.factors.rows import (
+from opacus_ext.grad_sample.factors.rows import (  # noqa: F401
     ROUNDING,
     Factor,
     OneHot,
@@ -31,8 +31,3 @@ from opacus_ext.grad_sample.factors.rows import (
     upcast,
     workspace,
 )
-
-__all__ = ["Factor", "GradSample", "OneHot", "OuterProducts", "Term"]
-__all__ += ["dtype_of", "full_precision", "rounded_down", "tf32_settings", "upcast"]
-__all__ += ["Squares", "norm_of_each", "sample_norms", "scaled_norms", "square_sum"]
-__all__ += ["ROUNDING", "workspace"]

@@ -20,6 +20,7 @@ from opacus_ext.grad_sample.factors.rows import (
     OneHot,
     Squares,
     added,
+    common_dtype,
     cut,
     dtype_of,
     entries,
@@ -31,7 +32,6 @@ from opacus_ext.grad_sample.factors.rows import (
     sample_norms,
     scaled_norms,
     square_sum,
-    steps,
     sums_wide,
     times,
     upcast,
@@ -41,10 +41,21 @@ from opacus_ext.grad_sample.factors.rows import (
 from opacus_ext.refused import Refused
 
 T = torch.Tensor
-_CPU_CACHE = 2**22  # bytes in a block on CPU
-_SMALL = 2**16  # entries that are materialized in one block
-_FEW = 2**26  # multiply-adds that are cheaper than sorting rows by index
-_FEWER = 2**24  # those that take half of the ops of sorting, and not much longer
+# A block of this many bytes stays in the cache of a CPU.
+_CPU_CACHE = 2**22
+# Gradients of at most this many entries are materialized in one block.
+_SMALL = 2**16
+# So many multiply-adds are cheaper than sorting rows by their index.
+_FEW = 2**26
+# So many take half of the ops of sorting, and hardly more time.
+_FEWER = 2**24
+
+
+def add_into(total: T | None, gradients: T) -> T:
+    """Returns gradients, added in place to ``total`` if given."""
+    if total is None:
+        return gradients
+    return total.add_(gradients.view_as(total))
 
 
 class Term:
@@ -65,12 +76,17 @@ class Term:
     onehot: Sequence[OneHot] = ()
     sums_wide = False
 
-    def materialize(self, dtype: torch.dtype, out: T | None = None) -> T:
-        """Returns the gradients ``[B, numel]``, added in place to ``out`` if given."""
+    def materialize(self, dtype: torch.dtype, total: T | None = None) -> T:
+        """Returns the gradients ``[B, numel]``, added into ``total`` if given."""
         raise NotImplementedError
 
-    def weighted_sum(self, weights: T, dtype: torch.dtype, out: T | None = None) -> T:
-        """Returns ``sum_b weights[b] * gradient[b]``, added to ``out`` if given."""
+    def weighted_sum(
+        self,
+        weights: T,
+        dtype: torch.dtype,
+        total: T | None = None,
+    ) -> T:
+        """Returns ``sum_b weights[b] * gradient[b]``, added to ``total`` if given."""
         raise NotImplementedError
 
     def squares(self) -> Squares:
@@ -105,28 +121,34 @@ class OuterProducts(Term):
 
     def __init__(self, *factors: Factor):
         self.onehot: list[OneHot] = []
-        self.dense: list[T] = []
+        dense: Any = factors
         if OneHot in map(type, factors):
-            self.onehot = [f for f in factors if type(f) is OneHot]
-            self.dense = [f for f in factors if type(f) is not OneHot]
-            if not self.dense:  # each row counts as one
+            self.onehot = [factor for factor in factors if type(factor) is OneHot]
+            dense = [factor for factor in factors if type(factor) is not OneHot]
+            if not dense:
+                # A dense factor of width one counts each row once.
                 index = self.onehot[0].index
-                self.dense = [torch.ones(*index.shape, 1, device=index.device)]
-                factors = (*factors, *self.dense)
-        elif factors[1:]:
-            self.dense = list(factors)
-        else:
-            rows = factors[0] if factors[0].dtype.itemsize > 2 else upcast(factors[0])
-            self.flat = rows.squeeze(1) if rows.shape[1] == 1 else rows.sum(1)
-            factors = (self.flat.unsqueeze(1),)
-            self.dense = list(factors)
+                ones = torch.ones(*index.shape, 1, device=index.device)
+                dense = (ones,)
+                factors = (*factors, ones)
+        elif not factors[1:]:
+            (rows,) = dense
+            if rows.dtype.itemsize <= 2:
+                rows = upcast(rows)
+            if rows.shape[1] == 1:
+                self.flat = rows.squeeze(1)
+            else:
+                self.flat = rows.sum(1)
+            dense = factors = (self.flat.unsqueeze(1),)
         self.factors = factors
+        self.dense: list[T] = list(dense)
         first = self.dense[0]
         self.batch_size, self.length, _ = first.shape
-        self.device, self.dtype = first.device, torch.float32
-        for f in self.dense:
-            if f.dtype != self.dtype:
-                self.dtype = dtype_of(self.dtype, f.dtype)
+        self.device = first.device
+        self.dtype = torch.float32
+        for rows in self.dense:
+            if rows.dtype != self.dtype:
+                self.dtype = dtype_of(self.dtype, rows.dtype)
         # Rows of bfloat16 are multiplied as they are, with float32 sums.
         if first.dtype == torch.bfloat16 and len(factors) == len(self.dense) == 2:
             self.sums_wide = sums_wide(*self.dense)
@@ -134,135 +156,155 @@ class OuterProducts(Term):
     @property
     def widths(self) -> tuple[int, ...]:
         """The row sizes of the factors."""
+        # No call of width_of(): this runs for each parameter of each step.
         return tuple(
-            [f.size if type(f) is OneHot else f.shape[2] for f in self.factors]
+            [
+                factor.size if type(factor) is OneHot else factor.shape[2]
+                for factor in self.factors
+            ]
         )
 
     @property
     def kind(self) -> Kind:
         """What the cost of its squares depends on."""
+        is_dense = (True,) * len(self.factors)
         if self.onehot:
-            is_dense = tuple([type(f) is not OneHot for f in self.factors])
-        else:
-            is_dense = (True,) * len(self.factors)
+            is_dense = tuple([type(factor) is not OneHot for factor in self.factors])
         return Kind(self.length, self.widths, is_dense, self.dtype)
 
-    def materialize(self, dtype: torch.dtype, out: T | None = None) -> T:
+    def materialize(self, dtype: torch.dtype, total: T | None = None) -> T:
         if self.onehot:
-            return self._by_index(dtype, out)
+            return self._by_index(dtype, total)
         if self.flat is not None:
-            new = self.flat.to(dtype, copy=out is None)
-            return new if out is None else out.add_(new.view_as(out))
-        if len(self.dense) == 2 and out is None:
+            # The caller may write to the result, but not to the factor.
+            return add_into(total, self.flat.to(dtype, copy=total is None))
+        if len(self.dense) == 2 and total is None:
             return times(self.dense[0].mT, self.dense[1], dtype).flatten(1)
-        left, right, *others = [f.to(dtype) for f in self.dense]
+        left, right, *others = [rows.to(dtype) for rows in self.dense]
         right = functools.reduce(rows_product, others, right)
-        if out is None:
+        if total is None:
             return torch.bmm(left.mT, right).flatten(1)
-        out.view(self.batch_size, left.shape[2], -1).baddbmm_(left.mT, right)
-        return out
+        matrices = total.view(self.batch_size, left.shape[2], -1)
+        matrices.baddbmm_(left.mT, right)
+        return total
 
-    def _by_index(self, dtype: torch.dtype, out: T | None) -> T:
+    def _by_index(self, dtype: torch.dtype, total: T | None) -> T:
+        """Sums the rows of each index, in a table whose first axes are one-hot."""
         places, size = places_of(self.onehot)
-        kinds = [not isinstance(f, OneHot) for f in self.factors]
-        order = sorted(range(len(kinds)), key=kinds.__getitem__)
-        leading = kinds == sorted(kinds)
-        if len(self.dense) > 1:
-            left, *others = [f.to(dtype).flatten(0, 1) for f in self.dense]
+        is_dense = [False, *[type(factor) is not OneHot for factor in self.factors]]
+        axes = list(range(len(is_dense)))
+        order = sorted(axes, key=is_dense.__getitem__)
+        left, *others = [rows.to(dtype).flatten(0, 1) for rows in self.dense]
+        if others:
             right = functools.reduce(rows_product, others)
             count = self.batch_size * size
             table = torch.ops.opacus_ext.sum_by_place(left, right, places, count)
         else:
-            rows = self.dense[0].to(dtype).flatten(0, 1)
-            into = out if leading else None
-            if into is None:
-                into = rows.new_zeros(self.batch_size, size, rows.shape[1])
-            table = into.view(-1, rows.shape[1]).index_add_(0, places, rows)
-            if into is out:
-                return out
-        if not leading:  # reorders axes (one-hot, dense) as in the parameter
-            table = table.view(self.batch_size, *(self.widths[i] for i in order))
-            table = table.permute(0, *(1 + order.index(i) for i in range(len(order))))
-        new = table.reshape(self.batch_size, product(self.widths))
-        return new if out is None else out.add_(new.view_as(out))
+            target = total if order == axes else None
+            if target is None:
+                target = left.new_zeros(self.batch_size, size, left.shape[1])
+            table = target.view(-1, left.shape[1]).index_add_(0, places, left)
+            if target is total:
+                return total
+        # The axes are put into the order that they have in the parameter.
+        sizes = (self.batch_size, *self.widths)
+        table = table.view([sizes[axis] for axis in order])
+        return add_into(total, table.movedim(axes, order).flatten(1))
 
-    def weighted_sum(self, weights: T, dtype: torch.dtype, out: T | None = None) -> T:
+    def weighted_sum(
+        self,
+        weights: T,
+        dtype: torch.dtype,
+        total: T | None = None,
+    ) -> T:
         if weights.dtype == torch.bfloat16 and self.sums_wide:
-            return self._wide_sum(weights, out)
+            return self._wide_sum(weights, total)
         if weights.dtype != dtype:
             weights = weights.to(dtype)
         if self.flat is not None:
-            new = weights @ self.flat.to(dtype)
-            return new if out is None else out.add_(new.view_as(out))
+            return add_into(total, weights @ self.flat.to(dtype))
         scaled = self._scaled(weights[:, None, None], dtype)
-        if len(scaled) == 2 and not self.onehot and out is None:
+        if len(scaled) == 2 and not self.onehot and total is None:
             left, right = scaled
             return left.flatten(0, 1).mT @ right.flatten(0, 1)
-        # All rows are those of one sample.
-        factors: list[Factor] = []
-        for f in scaled:
-            if type(f) is OneHot:
-                factors.append(OneHot(f.index.reshape(1, -1), f.size))
+        # The rows of all samples are summed as if they were those of one sample.
+        for position, factor in enumerate(scaled):
+            if type(factor) is OneHot:
+                index = factor.index.reshape(1, -1)
+                scaled[position] = OneHot(index, factor.size)
             else:
-                factors.append(f.reshape(1, -1, f.shape[2]))
-        return OuterProducts(*factors).materialize(dtype, out)
+                scaled[position] = factor.reshape(1, -1, factor.shape[2])
+        return OuterProducts(*scaled).materialize(dtype, total)
 
-    def _scaled(self, weights: T, dtype: torch.dtype) -> list[Factor]:
+    def _scaled(self, weights: T, dtype: torch.dtype) -> list[Any]:
         """Returns the factors, of which the narrowest is multiplied by weights."""
-        narrowest = self.dense[0]
-        for f in self.dense:  # torch.compile does not support min(key=)
-            if f.shape[2] < narrowest.shape[2]:
-                narrowest = f
-        factors = list(self.factors)
-        for i, f in enumerate(factors):
-            if type(f) is OneHot:
+        narrowest: Any = self.dense[0]
+        # torch.compile does not support min() with a key.
+        for rows in self.dense:
+            if rows.shape[2] < narrowest.shape[2]:
+                narrowest = rows
+        factors: list[Any] = list(self.factors)
+        for position, factor in enumerate(factors):
+            if type(factor) is OneHot:
                 continue
-            rows = f if f.dtype == dtype else f.to(dtype)
-            if f is narrowest:  # contiguous, so that it need not be copied to reshape
-                out = None if torch.is_grad_enabled() else rows.new_empty(rows.shape)
-                rows, narrowest = torch.mul(rows, weights, out=out), None
-            factors[i] = rows
+            rows = factor
+            if rows.dtype != dtype:
+                rows = rows.to(dtype)
+            if factor is narrowest:
+                # The product is made contiguous, so that a reshape need not copy it.
+                out = None
+                if not torch.is_grad_enabled():
+                    out = rows.new_empty(rows.shape)
+                rows = torch.mul(rows, weights, out=out)
+                # The same tensor may be two factors; weights multiply only one.
+                narrowest = None
+            factors[position] = rows
         return factors
 
-    def _wide_sum(self, weights: T, out: T | None) -> T:
+    def _wide_sum(self, weights: T, total: T | None) -> T:
         """Sums without rounding: two bfloat16 hold the 16 bits of a weighted number."""
         left, right = self.dense
-        swap = right.shape[2] < left.shape[2]
-        narrow, wide = (right, left) if swap else (left, right)
+        narrow, wide = sorted(self.dense, key=width_of)
         rows = narrow.float() * weights[:, None, None].float()
         high = rows.bfloat16()
-        whole, sums = wide.flatten(0, 1)[None], []
-        for part in (high, (rows - high).bfloat16()):
-            part = part.flatten(0, 1)[None]
-            a, b = (whole, part) if swap else (part, whole)
-            sums.append(times(a.mT, b, torch.float32)[0])
-        total = sums[0].add_(sums[1])
-        return total if out is None else out.add_(total.view_as(out))
+        low = (rows - high).bfloat16()
+        sums = []
+        for part in (high, low):
+            pair = [wide, part] if narrow is right else [part, wide]
+            first, second = [factor.flatten(0, 1)[None] for factor in pair]
+            sums.append(times(first.mT, second, torch.float32)[0])
+        return add_into(total, sums[0].add_(sums[1]))
 
     def without(self, samples: T) -> OuterProducts:
-        where, factors = samples[:, None, None], list(self.factors)
-        for i, f in enumerate(factors):
-            factors[i] = f if isinstance(f, OneHot) else f.masked_fill(where, 0)
+        mask = samples[:, None, None]
+        factors = list(self.factors)
+        for position, factor in enumerate(factors):
+            if not isinstance(factor, OneHot):
+                factors[position] = factor.masked_fill(mask, 0)
         return OuterProducts(*factors)
 
     def resolved(self) -> OuterProducts:
         return self
 
     def wide(self, samples: T) -> OuterProducts:
-        factors = [cut(f, samples.to(self.device)) for f in self.factors]
-        for i, f in enumerate(factors):
-            factors[i] = f if isinstance(f, OneHot) else f.double()
+        factors = list(self.factors)
+        for position, factor in enumerate(factors):
+            selected = cut(factor, samples.to(self.device))
+            if not isinstance(selected, OneHot):
+                selected = selected.double()
+            factors[position] = selected
         return OuterProducts(*factors)
 
     def squares(self) -> Squares:
-        return self.squares_by(_way_of(self.kind, self.batch_size, workspace()))
+        method = _method_of(self.kind, self.batch_size, workspace())
+        return self.squares_by(method)
 
-    def squares_by(self, way: Way) -> Squares:
-        """Returns the squared norms, computed by way of rows, segments or Grams."""
-        if way is Way.ROWS:
-            norms = [sample_norms(f[:, 0].to(self.dtype)) for f in self.dense]
-            return Squares(functools.reduce(torch.mul, norms).square_())
-        if way is Way.SEGMENTS:
+    def squares_by(self, method: Method) -> Squares:
+        """Returns the squared norms, computed by rows, segments or Gram matrices."""
+        if method is Method.ROWS:
+            # Of a single product, the bound is the norm.
+            return Squares(self.size().square_())
+        if method is Method.SEGMENTS:
             rows = self.dense[0].to(self.dtype).flatten(0, 1)
             places, _ = places_of(self.onehot)
             squares = square_of_sums(rows, places, self.batch_size)
@@ -270,47 +312,54 @@ class OuterProducts(Term):
         return inner(self.factors, None, self.dtype)
 
     def size(self) -> T:
-        norms = [sample_norms(f.to(self.dtype)) for f in self.dense]
-        if len(norms) == 1:
+        norms = [sample_norms(rows.to(self.dtype)) for rows in self.dense]
+        if len(norms) == 1 and self.length > 1:
+            # By Cauchy-Schwarz: the sum of T norms is at most sqrt(T) times the root
+            # of their squares' sum.
             norms[0] = norms[0] * math.sqrt(self.length)
         return functools.reduce(torch.mul, norms)
 
     def part(self, shape: torch.Size, rows: slice) -> OuterProducts:
         """Returns the gradients of some rows of the parameter, of this shape."""
-        some = list(self.factors)
-        first = some[0]
-        if self.widths[0] != shape[0]:  # the factor covers several axes
-            whole = self.materialize(self.dtype)
-            return OuterProducts(whole.view(-1, 1, *shape)[:, :, rows].flatten(2))
+        first, *others = self.factors
+        if self.widths[0] != shape[0]:
+            # The first factor covers several axes of the parameter.
+            gradients = self.materialize(self.dtype).view(-1, 1, *shape)
+            return OuterProducts(gradients[:, :, rows].flatten(2))
         if not isinstance(first, OneHot):
-            return OuterProducts(first[:, :, rows], *some[1:])
-        inside = (first.index >= rows.start) & (first.index < rows.stop)
-        some[0] = OneHot(
-            torch.where(inside, first.index - rows.start, 0), rows.stop - rows.start
-        )
-        for i, f in enumerate(some):
-            if not isinstance(f, OneHot):
-                some[i] = torch.where(inside.unsqueeze(-1), f, 0)
+            return OuterProducts(first[:, :, rows], *others)
+        is_inside = (first.index >= rows.start) & (first.index < rows.stop)
+        index = torch.where(is_inside, first.index - rows.start, 0)
+        # Zeros in one dense factor leave out the rows of other indices.
+        for position, factor in enumerate(others):
+            if not isinstance(factor, OneHot):
+                others[position] = torch.where(is_inside.unsqueeze(-1), factor, 0)
                 break
-        return OuterProducts(*some)
+        return OuterProducts(OneHot(index, rows.stop - rows.start), *others)
 
 
 # -- cost model ------------------------------------------------------------------------
 #
 # Costs are multiply-adds a sample. Constants stand for memory traffic, timed on CPU: 4
 # for an entry in cache, 60 for one that is written and read twice. Results do not
-# depend on them. What is chosen depends on sizes, and is decided once for equal ones.
+# depend on them. A choice depends only on sizes, and is made once for equal ones.
 
 
-class Way(enum.Enum):
-    """A way to compute squared norms."""
+class Method(enum.Enum):
+    """A method to compute squared norms."""
 
-    ROWS = "rows"  # one row a sample: the product of the norms of its factors
-    SEGMENTS = "segments"  # sums of rows with the same index
-    GRAMS = "grams"  # products of Gram matrices, over all pairs of terms
-    GROUPS = "groups"  # groups of rows with the same index
-    BLOCKS = "blocks"  # gradients materialized block by block
-    CACHE = "cache"  # gradients materialized and kept for the clipped sum
+    #: The product of the norms of the factors, of which each sample has one row.
+    ROWS = "rows"
+    #: Sums of the rows with the same index.
+    SEGMENTS = "segments"
+    #: Products of Gram matrices, over all pairs of terms.
+    GRAMS = "grams"
+    #: Groups of rows with the same index, each with a method of its own.
+    GROUPS = "groups"
+    #: Gradients, materialized block by block.
+    BLOCKS = "blocks"
+    #: Gradients, materialized and kept for the clipped sum.
+    CACHE = "cache"
 
 
 class Kind(NamedTuple):
@@ -332,7 +381,7 @@ class Kind(NamedTuple):
     @property
     def dense_widths(self) -> list[int]:
         """The sizes of rows of the dense factors."""
-        return [n for n, dense in zip(self.widths, self.is_dense) if dense]
+        return [width for width, dense in zip(self.widths, self.is_dense) if dense]
 
     @property
     def has_onehot(self) -> bool:
@@ -346,20 +395,27 @@ class Kind(NamedTuple):
         return self.has_onehot and not several and self.length > 32
 
 
-def _has_few_rows(kind: Kind, batch_size: int, bound: int, most: int) -> bool:
+def _has_few_rows(
+    kind: Kind,
+    batch_size: int,
+    bound: int,
+    most: int,
+) -> bool:
     """Returns True if Gram matrices of all rows take few multiply-adds."""
-    width = 64 + sum(kind.dense_widths)  # 64: passes over the product
+    # 64 stands for the passes over the product.
+    width = 64 + sum(kind.dense_widths)
     size = batch_size * kind.length**2
+    # A product of Gram matrices has three of them in memory at a time.
     return size * width <= most and 3 * size * kind.dtype.itemsize <= bound
 
 
-def _way_of(kind: Kind, batch_size: int, bound: int) -> Way:
-    """Chooses between the ways of a term by itself."""
+def _method_of(kind: Kind, batch_size: int, bound: int) -> Method:
+    """Chooses the method for a term by itself."""
     if kind.length == 1:
-        return Way.ROWS
+        return Method.ROWS
     if kind.has_segments and not _has_few_rows(kind, batch_size, bound, _FEWER):
-        return Way.SEGMENTS
-    return Way.GRAMS
+        return Method.SEGMENTS
+    return Method.GRAMS
 
 
 def _cost_of_grams(kinds: Sequence[Kind]) -> float:
@@ -367,16 +423,21 @@ def _cost_of_grams(kinds: Sequence[Kind]) -> float:
     if len({kind.widths for kind in kinds}) > 1:
         return math.inf
     cost = 0.0
-    for i, first in enumerate(kinds):
+    for number, first in enumerate(kinds):
         width = sum(first.dense_widths)
         if first.has_segments:
             cost += first.length * (16 + width)
-        else:  # one triangle and the diagonal blocks
+        else:
+            # The triangle takes half of all products, the blocks on its diagonal more.
             cost += 0.65 * first.length**2 * (8 + width)
-        for second in kinds[:i]:
-            are_dense = zip(first.widths, first.is_dense, second.is_dense)
-            width = sum([n for n, dense, other in are_dense if dense and other])
-            cost += first.length * second.length * (8 * len(first.widths) + width)
+        for second in kinds[:number]:
+            width = 8 * len(first.widths)
+            for size, dense, other in zip(
+                first.widths, first.is_dense, second.is_dense
+            ):
+                if dense and other:
+                    width += size
+            cost += first.length * second.length * width
     return cost
 
 
@@ -393,40 +454,56 @@ def _cost_of_blocks(kinds: Sequence[Kind]) -> float:
 
 
 def _is_worth_caching(
-    kinds: Sequence[Kind], batch_size: int, cache: int, cost: float
+    kinds: Sequence[Kind],
+    batch_size: int,
+    cache: int,
+    cost: float,
 ) -> bool:
     """
     Returns True if gradients are to be materialized for the norm and kept for the
-    clipped sum, with ``cache`` bytes left, and the cost of the cheapest other way.
+    clipped sum, with ``cache`` bytes left, and the cost of the cheapest other method.
     """
-    several = [kind for kind in kinds if len(kind.dense_widths) > 1]
-    if not several or any([kind.has_onehot for kind in several]):
-        return False
+    has_products = False
+    for kind in kinds:
+        if len(kind.dense_widths) > 1:
+            has_products = True
+            if kind.has_onehot:
+                return False
     numel = product(kinds[0].widths)
-    dtype = dtype_of(*[kind.dtype for kind in kinds])
-    return batch_size * numel * dtype.itemsize <= cache and 60 * numel <= cost
+    dtype = common_dtype(kinds)
+    return (
+        has_products
+        and batch_size * numel * dtype.itemsize <= cache
+        and 60 * numel <= cost
+    )
 
 
 @functools.lru_cache(maxsize=2**14)
 def _choose(
-    kinds: tuple[Kind, ...], batch_size: int, cache: int, bound: int
-) -> tuple[Way, tuple[Way, ...]]:
+    kinds: tuple[Kind, ...],
+    batch_size: int,
+    cache: int,
+    bound: int,
+) -> tuple[Method, tuple[Method, ...]]:
     """
-    Chooses the way for a sum of terms, and those of its terms where it is by Grams.
+    Chooses the method for a sum of terms, and those of its terms where it is by Grams.
     ``cache`` and ``bound`` are the bytes that gradients may occupy until the clipped
     sum, and temporarily.
     """
-    by_term = tuple([_way_of(kind, batch_size, bound) for kind in kinds])
+    by_term = tuple([_method_of(kind, batch_size, bound) for kind in kinds])
     first = kinds[0]
-    if len(kinds) == 1 and first.length == 1:
-        return Way.GRAMS, by_term
+    is_single = len(kinds) == 1
+    if is_single and first.length == 1:
+        return Method.GRAMS, by_term
     grams, blocks = _cost_of_grams(kinds), _cost_of_blocks(kinds)
     if _is_worth_caching(kinds, batch_size, cache, min(grams, blocks)):
-        return Way.CACHE, by_term
-    if len(kinds) == 1 and first.has_onehot and len(first.dense_widths) > 1:
+        return Method.CACHE, by_term
+    if is_single and first.has_onehot and len(first.dense_widths) > 1:
         if not _has_few_rows(first, batch_size, bound, _FEW):
-            return Way.GROUPS, by_term
-    return (Way.BLOCKS if grams > blocks else Way.GRAMS), by_term
+            return Method.GROUPS, by_term
+    if grams > blocks:
+        return Method.BLOCKS, by_term
+    return Method.GRAMS, by_term
 
 
 # -- sum of terms ----------------------------------------------------------------------
@@ -451,11 +528,18 @@ class GradSample:
         True
     """
 
-    def __init__(self, shape: torch.Size, batch_size: int, rows: T | None = None):
+    def __init__(
+        self,
+        shape: torch.Size,
+        batch_size: int,
+        rows: T | None = None,
+    ):
         self.shape, self.numel = torch.Size(shape), product(shape)
         self.batch_size = batch_size
-        self.cached_bytes = 0  # size of cached materialized gradients
-        self.mask: T | None = None  # samples that count ``[B]``, in compiled code
+        #: Bytes of the materialized gradients that are kept for the clipped sum.
+        self.cached_bytes = 0
+        #: In compiled code, the samples that count ``[B]``.
+        self.mask: T | None = None
         self._terms: list[Term] = []
         if rows is not None:
             self._terms.append(OuterProducts(rows.unsqueeze(1)))
@@ -473,26 +557,31 @@ class GradSample:
             Refused: if the factors do not fit the parameter or the batch
         """
         self.cached_bytes = 0
-        if factors and isinstance(factors[0], Term):
-            term = factors[0]
-        else:
-            if not self._fits(factors):
-                self._refuse(factors)
-            term = OuterProducts(*factors)
+        term: Any = factors[0] if factors else None
+        if not isinstance(term, Term):
+            sized: Any = factors
+            if not self._fits(sized):
+                self._refuse(sized)
+            term = OuterProducts(*sized)
         if not self._terms:
             if self.batch_size:
                 self._terms.append(term)
             return
-        last = self._terms[-1].flat
-        if last is not None and term.flat is not None:
-            self._terms[-1] = OuterProducts((last + term.flat).unsqueeze(1))
+        flat = self._terms[-1].flat
+        if flat is not None and term.flat is not None:
+            rows = (flat + term.flat).unsqueeze(1)
+            self._terms[-1] = OuterProducts(rows)
         else:
             self._terms.append(term)
 
     def _fits(self, factors: Sequence[Factor]) -> bool:
         numel, rows = 1, None
-        for f in factors:
-            shape = f.shape if type(f) is not OneHot else (*f.index.shape, f.size)
+        for factor in factors:
+            shape: Sequence[int]
+            if type(factor) is OneHot:
+                shape = (*factor.index.shape, factor.size)
+            else:
+                shape = factor.shape
             try:
                 size, length, width = shape
             except ValueError:
@@ -502,22 +591,27 @@ class GradSample:
             if rows != (size, length):
                 return False
             numel *= width
-        return rows is not None and rows[0] == self.batch_size and numel == self.numel
+        if rows is None or rows[0] != self.batch_size:
+            return False
+        return numel == self.numel
 
     def _refuse(self, factors: Sequence[Factor]) -> None:
-        shapes = [tuple(entries(f).shape) for f in factors]
-        sizes = [f.size for f in factors if isinstance(f, OneHot)]
+        shapes = str([tuple(entries(factor).shape) for factor in factors])
+        sizes = [factor.size for factor in factors if isinstance(factor, OneHot)]
+        if sizes:
+            shapes += f", one-hot sizes {sizes}"
         raise Refused(
-            f"Factors of shapes {shapes}{f', one-hot sizes {sizes}' * bool(sizes)} "
-            "do not describe the gradient of a parameter of shape "
-            f"{tuple(self.shape)} for a batch of {self.batch_size}:",
+            f"Factors of shapes {shapes} do not describe the gradient of a parameter "
+            f"of shape {tuple(self.shape)} for a batch of {self.batch_size}:",
             remedy="each must be [B, T, width], or an opacus_ext.OneHot with index "
             "[B, T], one for each axis.",
         )
 
     def flat(self) -> T | None:
         """Returns ``[B, numel]`` if the gradients are materialized, else None."""
-        return self._terms[0].flat if len(self._terms) == 1 else None
+        if len(self._terms) != 1:
+            return None
+        return self._terms[0].flat
 
     def materialize(self) -> T:
         """Returns the per-sample gradients ``[B, *shape]``."""
@@ -525,10 +619,10 @@ class GradSample:
             return self._zeros(self.batch_size, *self.shape)
         first, *others = self._in_order()
         dtype = self._dtype if others else first.dtype
-        out = first.materialize(dtype)
+        total = first.materialize(dtype)
         for term in others:
-            out = term.materialize(dtype, out)
-        return out.reshape(self.batch_size, *self.shape)
+            total = term.materialize(dtype, total)
+        return total.reshape(self.batch_size, *self.shape)
 
     def weighted_sum(self, weights: T) -> T:
         """
@@ -547,6 +641,7 @@ class GradSample:
     @property
     def sums_wide(self) -> bool:
         """True if rows are multiplied as bfloat16: weights should be bfloat16, too."""
+        # A loop, as any() would call a generator for each parameter of each step.
         for term in self._terms:
             if term.sums_wide:
                 return True
@@ -563,63 +658,77 @@ class GradSample:
         """
         values, least = self.squares(cache)
         if least is not None:
-            (at,) = (values < least).nonzero(as_tuple=True)
-            if len(at):
-                values[at] = self.wide(at).exact_norms().square().to(values)
+            (uncertain,) = (values < least).nonzero(as_tuple=True)
+            if len(uncertain):
+                norms = self.wide(uncertain).exact_norms()
+                values[uncertain] = norms.square().to(values)
         return values
 
     def squares(self, cache: int = 0) -> Squares:
         """
-        Returns squared norms, in float32 or wider. It chooses the cheapest way under
+        Returns squared norms, in float32 or wider. It chooses the cheapest method under
         :func:`workspace`: Gram matrices, sums over segments of equal index, or
         per-sample gradients materialized block by block. See :meth:`squared_norm`.
         """
         if not self._terms:
             return Squares(self._zeros(self.batch_size))
-        if not all([isinstance(t, OuterProducts) for t in self._terms]):
-            if self.batch_size * self.numel * self._dtype.itemsize <= cache:
-                return self._cache(self)
-            if len(self._terms) == 1:
-                return self._terms[0].squares()
-        merged = self._merged() if len(self._terms) > 1 else self
-        terms: Sequence[OuterProducts] = merged._terms
-        kinds = tuple([t.kind for t in terms])
+        for term in self._terms:
+            if not isinstance(term, OuterProducts):
+                if self.batch_size * self.numel * self._dtype.itemsize <= cache:
+                    return self._cache(self)
+                if len(self._terms) == 1:
+                    return term.squares()
+        merged = self
+        if len(self._terms) > 1:
+            merged = self._merged()
+        terms: Any = merged._terms
+        kinds = tuple([term.kind for term in terms])
         choose: Any = _choose
-        if torch.compiler.is_compiling():  # Dynamo would warn of a cache
+        if torch.compiler.is_compiling():
+            # Dynamo would warn of a function that has a cache.
             choose = _choose.__wrapped__
-        way, by_term = choose(kinds, self.batch_size, cache, workspace())
-        if way is Way.CACHE:
+        chosen, by_term = choose(kinds, self.batch_size, cache, workspace())
+        if chosen is Method.CACHE:
             return self._cache(merged)
-        if way is Way.GROUPS:
+        if chosen is Method.GROUPS:
             return _square_by_groups(terms[0])
-        if way is Way.BLOCKS:
-            size = functools.reduce(torch.add, [t.size() for t in terms])
-            values = sum(square_sum(x.materialize()) for x in merged._blocks())
-            return Squares(values, least_of_entries(size, self._dtype))
-        squares = [t.squares_by(way) for t, way in zip(terms, by_term)]
-        for i, first in enumerate(terms):
-            for second in terms[:i]:
-                both = inner(first.factors, second.factors, self._dtype)
-                squares += [both, both]  # first with second, and the reverse
+        if chosen is Method.BLOCKS:
+            return merged._squares_of_blocks()
+        squares = [term.squares_by(method) for term, method in zip(terms, by_term)]
+        for number, first in enumerate(terms):
+            for second in terms[:number]:
+                # The sum over all pairs has the first with the second, and the reverse.
+                products = inner(first.factors, second.factors, self._dtype)
+                squares += [products, products]
         return added(squares)
+
+    def _squares_of_blocks(self) -> Squares:
+        """Returns squared norms; gradients are materialized block by block."""
+        sizes = [term.size() for term in self._terms]
+        size = functools.reduce(torch.add, sizes)
+        values = self._zeros(self.batch_size)
+        for block in self._blocks():
+            values = values + square_sum(block.materialize())
+        return Squares(values, least_of_entries(size, self._dtype))
 
     def exact_norms(self) -> T:
         """Returns the norms ``[B]`` of materialized gradients, however large."""
         norms = self._zeros(self.batch_size)
         if self._terms:
-            terms = [t.resolved() for t in self._terms]
-            for block in _sum_of(terms, self.shape, self.batch_size)._blocks():
-                of_block = scaled_norms(block.materialize().flatten(1))
-                norms = torch.hypot(norms, of_block)
+            terms = [term.resolved() for term in self._terms]
+            resolved = _sum_of(terms, self.shape, self.batch_size)
+            for block in resolved._blocks():
+                block_norms = scaled_norms(block.materialize().flatten(1))
+                norms = torch.hypot(norms, block_norms)
         return norms
 
     def drop(self, samples: T) -> None:
         """Sets the gradients of the samples of a mask ``[B]`` to zero."""
-        self._terms = [t.without(samples) for t in self._terms]
+        self._terms = [term.without(samples) for term in self._terms]
 
     def wide(self, samples: T) -> GradSample:
         """Returns the gradients of some samples, by their indices, in float64."""
-        terms = [t.wide(samples) for t in self._terms]
+        terms = [term.wide(samples) for term in self._terms]
         return _sum_of(terms, self.shape, len(samples))
 
     def clear(self) -> None:
@@ -630,7 +739,7 @@ class GradSample:
     def _dtype(self) -> torch.dtype:
         if len(self._terms) == 1:
             return self._terms[0].dtype
-        return dtype_of(*[t.dtype for t in self._terms])
+        return common_dtype(self._terms)
 
     def _zeros(self, *shape: int) -> T:
         device = self._terms[0].device if self._terms else None
@@ -640,25 +749,32 @@ class GradSample:
         """Returns terms, one-hot ones last: these only touch some entries."""
         if not self._terms[1:]:
             return self._terms
-        return sorted(self._terms, key=lambda t: len(t.onehot))
+        return sorted(self._terms, key=lambda term: len(term.onehot))
 
-    def _cache(self, same: GradSample) -> Squares:
+    def _cache(self, source: GradSample) -> Squares:
         """Replaces the terms by materialized gradients; returns squared norms."""
-        flat = same.materialize().flatten(1)
+        flat = source.materialize().flatten(1)
         self._terms = [OuterProducts(flat.unsqueeze(1))]
         self.cached_bytes = flat.numel() * flat.dtype.itemsize
         if self.mask is not None:
-            flat = flat * self.mask.to(flat.device)[:, None]  # see Collector
+            # Collector states how compiled code counts only some samples.
+            flat = flat * self.mask.to(flat.device)[:, None]
         return Squares(square_sum(flat))
 
     def _merged(self) -> GradSample:
         """Concatenates terms of one kind, which leaves fewer pairs of terms."""
-        kinds: dict[tuple, list[OuterProducts]] = {}
-        for term in (t.resolved() for t in self._terms):
-            kind = tuple((width_of(f), entries(f).dtype) for f in term.factors)
-            kinds.setdefault(kind, []).append(term)
-        each = (zip(*(t.factors for t in same)) for same in kinds.values())
-        merged = [OuterProducts(*map(joined, columns)) for columns in each]
+        by_kind: dict[tuple, list[OuterProducts]] = {}
+        for term in self._terms:
+            resolved = term.resolved()
+            factors = resolved.factors
+            kind = tuple(
+                [(width_of(factor), entries(factor).dtype) for factor in factors]
+            )
+            by_kind.setdefault(kind, []).append(resolved)
+        merged = []
+        for terms in by_kind.values():
+            columns = zip(*[term.factors for term in terms])
+            merged.append(OuterProducts(*map(joined, columns)))
         return _sum_of(merged, self.shape, self.batch_size)
 
     def _blocks(self) -> Iterator[GradSample]:
@@ -666,42 +782,58 @@ class GradSample:
         first, bound = self._terms[0], workspace()
         if first.device.type == "cpu":
             bound = min(bound, _CPU_CACHE)
-        # Gradients of a shared parameter are materialized whole only for the cache.
-        several = len(self._terms) > 1 or bool(first.onehot)
         size = self.batch_size * self.numel
-        count = max(4 if several and size > _SMALL else 1, size * 8 // bound)
+        count = max(1, size * 8 // bound)
+        # Gradients of a shared parameter are materialized whole only for the cache.
+        if size > _SMALL and (len(self._terms) > 1 or first.onehot):
+            count = max(4, count)
         step = max(1, math.ceil(self.shape[0] / count))
-        for start, stop in steps(self.shape[0], step):
-            shape = torch.Size((stop - start, *self.shape[1:]))
-            terms: Any = self._terms  # each is resolved
-            parts = [t.part(self.shape, slice(start, stop)) for t in terms]
+        # Who asks for blocks has only terms whose rows are in memory.
+        terms: Any = self._terms
+        length, *others = self.shape
+        for start in range(0, length, step):
+            stop = min(start + step, length)
+            rows = slice(start, stop)
+            parts = [term.part(self.shape, rows) for term in terms]
+            shape = torch.Size([stop - start, *others])
             yield _sum_of(parts, shape, self.batch_size)
 
 
-def _sum_of(terms: Sequence[Term], shape: torch.Size, size: int) -> GradSample:
-    found = GradSample(shape, size)
-    found._terms = list(terms)
-    return found
+def _sum_of(
+    terms: Sequence[Term],
+    shape: torch.Size,
+    size: int,
+) -> GradSample:
+    """Returns the sum of terms that are known to fit the shape."""
+    sample = GradSample(shape, size)
+    sample._terms = list(terms)
+    return sample
 
 
 def _square_by_groups(term: OuterProducts) -> Squares:
     """Returns squared norms from groups of rows with the same place."""
     places, size = places_of(term.onehot)
-    dense = [f.flatten(0, 1) for f in term.dense]
+    dense = [rows.flatten(0, 1) for rows in term.dense]
     count = term.batch_size * size
-    both = torch.ops.opacus_ext.square_by_place(dense, places, count)
-    return Squares(*both.view(2, term.batch_size, size).sum(2))
+    by_place = torch.ops.opacus_ext.square_by_place(dense, places, count)
+    values, least = by_place.view(2, term.batch_size, size).sum(2)
+    return Squares(values, least)
 
 
 @kernel("square_by_place")
-def _square_by_place(dense: Sequence[T], places: T, count: int) -> T:
+def _square_by_place(
+    dense: Sequence[T],
+    places: T,
+    count: int,
+) -> T:
     """Returns the squared norm of each place, and its least, see places.py."""
-    shape = torch.Size(f.shape[1] for f in dense)
-    found = places.new_zeros(2, count, dtype=dtype_of(*(f.dtype for f in dense)))
-    for keys, group in groups_of(dense, places):
-        each = GradSample(shape, len(group[0]))
-        each.add(*group)
-        for into, x in zip(found, each.squares()):
-            if x is not None:
-                into[keys] = x.to(into)
-    return found
+    shape = torch.Size([rows.shape[1] for rows in dense])
+    squares = places.new_zeros(2, count, dtype=common_dtype(dense))
+    for keys, factors in groups_of(dense, places):
+        sample = GradSample(shape, len(factors[0]))
+        sample.add(*factors)
+        values, least = sample.squares()
+        squares[0, keys] = values.to(squares)
+        if least is not None:
+            squares[1, keys] = least.to(squares)
+    return squares

@@ -20,19 +20,27 @@ from typing import Any, Callable, Iterator, Sequence
 import torch
 
 from opacus_ext import private_torch
-from opacus_ext.grad_sample.factors.rows import OneHot, dtype_of, square_sum
+from opacus_ext.grad_sample.factors.rows import OneHot, common_dtype, square_sum
 
 T = torch.Tensor
-_LARGE = 128  # rows a group, on average, from which groups are multiplied one by one
+# Groups of so many rows on average, or more, are multiplied one by one.
+_LARGE = 128
+
+
+def _first_places(samples: T, count: int) -> T:
+    """Returns the first of the ``count`` places of each sample, ``[B, 1]``."""
+    numbers = torch.arange(len(samples), device=samples.device)
+    return count * numbers.unsqueeze(1)
 
 
 def places_of(onehot: Sequence[OneHot]) -> tuple[T, int]:
     """Returns the place of each row, flattened, and ``size``."""
     index, size = onehot[0]
     for other in onehot[1:]:
-        index, size = index * other.size + other.index, size * other.size
-    samples = torch.arange(len(index), device=index.device)[:, None]
-    return (samples * size + index).flatten(), size
+        index = index * other.size + other.index
+        size *= other.size
+    places = _first_places(index, size) + index
+    return places.flatten(), size
 
 
 def square_of_sums(rows: T, places: T, batch_size: int) -> T:
@@ -40,15 +48,17 @@ def square_of_sums(rows: T, places: T, batch_size: int) -> T:
     Sums the rows ``[rows, width]`` of each place, for equally many rows a sample;
     returns squared norms ``[B]``.
     """
-    # One sum for each row, where the place is first in sorted order, the others zero:
-    # the number of places would need a device sync.
+    # There are as many sums as rows, as the number of places would need a device sync.
+    # A sum stands where its place is first in sorted order; the other rows stay zero.
     first = torch.searchsorted(places.sort().values, places)
-    sums = rows.new_zeros(rows.shape).index_add_(0, first, rows)  # contiguous
+    sums = rows.new_zeros(rows.shape).index_add_(0, first, rows)
     return square_sum(sums.view(batch_size, -1))
 
 
 def groups_of(
-    dense: Sequence[T], places: T, large: int = _LARGE
+    dense: Sequence[T],
+    places: T,
+    large: int = _LARGE,
 ) -> Iterator[tuple[T | slice, list[T]]]:
     """
     Groups rows ``[rows, width]`` by place. Yields places and the factors of their rows
@@ -59,23 +69,28 @@ def groups_of(
     ranked, order = places.sort(stable=True)
     keys, counts = torch.unique_consecutive(ranked, return_counts=True)
     if len(order) >= large * len(keys):
-        flat = [f.index_select(0, order) for f in dense]
-        parts = zip(*(f.split(counts.tolist()) for f in flat))
-        for key, part in zip(keys.tolist(), parts):
-            yield slice(key, key + 1), [f[None] for f in part]
+        sizes = counts.tolist()
+        columns = [rows.index_select(0, order).split(sizes) for rows in dense]
+        for key, group in zip(keys.tolist(), zip(*columns)):
+            yield slice(key, key + 1), [rows[None] for rows in group]
         return
     starts = counts.cumsum(0) - counts
-    level = counts.float().log2().ceil()
-    for i in level.unique().tolist():
-        chosen = level == i
-        step = torch.arange(int(counts[chosen].max()), device=places.device)
+    levels = counts.float().log2().ceil()
+    widths = [rows.shape[1] for rows in dense]
+    for level in levels.unique().tolist():
+        chosen = levels == level
+        most = int(counts[chosen].max())
+        step = torch.arange(most, device=places.device)
         inside = step < counts[chosen, None]
         # Padding is the group's own first row: others may not be finite.
-        rows = order[starts[chosen, None] + step * inside]
-        found = [f.index_select(0, rows.flatten()).view(*rows.shape, -1) for f in dense]
-        narrow = min(range(len(dense)), key=lambda i: dense[i].shape[1])
-        found[narrow] *= inside[..., None]
-        yield keys[chosen], found
+        numbers = order[starts[chosen, None] + step * inside]
+        factors = []
+        for rows in dense:
+            selected = rows.index_select(0, numbers.flatten())
+            factors.append(selected.view(*numbers.shape, -1))
+        # Zeros in one factor suffice, and take the least time in the narrowest.
+        factors[widths.index(min(widths))] *= inside[..., None]
+        yield keys[chosen], factors
 
 
 # -- ops -------------------------------------------------------------------------------
@@ -87,12 +102,13 @@ library = torch.library.Library("opacus_ext", "FRAGMENT")
 _ops = torch.ops.opacus_ext
 # CUDA graphs can't record them, as they read the number of rows.
 _tag = getattr(torch.Tag, "cudagraph_unsafe", None)
+_tags = () if _tag is None else (_tag,)
 for _schema in (
     "grouped_linear(Tensor x, Tensor places, Tensor weight, bool transposed=False)",
     "sum_by_place(Tensor left, Tensor right, Tensor places, SymInt count)",
     "square_by_place(Tensor[] dense, Tensor places, SymInt count)",
 ):
-    library.define(f"{_schema} -> Tensor", tags=() if _tag is None else (_tag,))
+    library.define(f"{_schema} -> Tensor", tags=_tags)
 
 
 def kernel(name: str) -> Callable[[Callable], Callable]:
@@ -110,65 +126,95 @@ def kernel(name: str) -> Callable[[Callable], Callable]:
 
 
 @kernel("grouped_linear")
-def _products(x: T, places: T, weight: T, transposed: bool = False) -> T:
-    weight = weight.mT if transposed else weight
+def _products(
+    inputs: T,
+    places: T,
+    weight: T,
+    transposed: bool = False,
+) -> T:
+    if transposed:
+        weight = weight.mT
     order = places.argsort(stable=True)
     counts = torch.bincount(places, minlength=len(weight)).tolist()
-    x, y, start = x.index_select(0, order), x.new_empty(len(x), weight.shape[2]), 0
-    for w, count in zip(weight.unbind(), counts):
+    inputs = inputs.index_select(0, order)
+    outputs = inputs.new_empty(len(inputs), weight.shape[2])
+    start = 0
+    for matrix, count in zip(weight.unbind(), counts):
         if count:
-            rows, start = slice(start, start + count), start + count
-            torch.mm(x[rows], w, out=y[rows])
-    y[start:] = 0
-    return torch.empty_like(y).index_copy_(0, order, y)
+            rows = slice(start, start + count)
+            torch.mm(inputs[rows], matrix, out=outputs[rows])
+            start += count
+    # The last rows have no place.
+    outputs[start:] = 0
+    return torch.empty_like(outputs).index_copy_(0, order, outputs)
 
 
 @kernel("sum_by_place")
-def _sums(left: T, right: T, places: T, count: int) -> T:
-    found = left.new_zeros(count, left.shape[1], right.shape[1])
+def _sums(
+    left: T,
+    right: T,
+    places: T,
+    count: int,
+) -> T:
+    sums = left.new_zeros(count, left.shape[1], right.shape[1])
+    # A CPU has no kernels to launch: padding costs it more than many small products.
     large = 8 if places.device.type == "cpu" else _LARGE
-    for keys, (f, g) in groups_of((left, right), places, large):
+    for keys, (first, second) in groups_of((left, right), places, large):
         if isinstance(keys, slice):
-            torch.mm(f[0].mT, g[0], out=found[keys.start])
+            torch.mm(first[0].mT, second[0], out=sums[keys.start])
         else:
-            found[keys] = torch.bmm(f.mT, g)
-    return found
+            sums[keys] = torch.bmm(first.mT, second)
+    return sums
 
 
 class _Products(private_torch.SingleLevelFunction):
     @staticmethod
-    def forward(ctx: Any, x: T, places: T, weight: T, transposed: bool = False) -> T:
-        ctx.transposed = transposed
-        ctx.save_for_backward(x, places, weight)
+    def forward(
+        context: Any,
+        inputs: T,
+        places: T,
+        weight: T,
+        transposed: bool = False,
+    ) -> T:
+        context.transposed = transposed
+        context.save_for_backward(inputs, places, weight)
         with private_torch.below_autograd():
-            return _ops.grouped_linear(x, places, weight, transposed)
+            return _ops.grouped_linear(inputs, places, weight, transposed)
 
     @staticmethod
-    def backward(ctx: Any, grad: T) -> tuple:
-        x, places, weight = ctx.saved_tensors
+    def backward(context: Any, grad: T) -> tuple:
+        inputs, places, weight = context.saved_tensors
         of_x = of_weight = None
-        if ctx.needs_input_grad[0]:
-            of_x = _ops.grouped_linear(grad, places, weight, not ctx.transposed)
-        if ctx.needs_input_grad[2]:
-            pair = (grad, x) if ctx.transposed else (x, grad)
-            # One place more for the rows that have none.
-            last = places.clamp(max=len(weight))
-            of_weight = _ops.sum_by_place(*pair, last, len(weight) + 1)[:-1]
+        if context.needs_input_grad[0]:
+            of_x = _ops.grouped_linear(grad, places, weight, not context.transposed)
+        if context.needs_input_grad[2]:
+            # The rows that have no place are summed behind the last one.
+            count = len(weight)
+            places = places.clamp(max=count)
+            pair = (grad, inputs) if context.transposed else (inputs, grad)
+            of_weight = _ops.sum_by_place(*pair, places, count + 1)[:count]
         return of_x, None, of_weight, None
 
 
 class _Sums(private_torch.SingleLevelFunction):
     @staticmethod
-    def forward(ctx: Any, left: T, right: T, places: T, count: int) -> T:
-        ctx.save_for_backward(left, right, places)
+    def forward(
+        context: Any,
+        left: T,
+        right: T,
+        places: T,
+        count: int,
+    ) -> T:
+        context.save_for_backward(left, right, places)
         with private_torch.below_autograd():
             return _ops.sum_by_place(left, right, places, count)
 
     @staticmethod
-    def backward(ctx: Any, grad: T) -> tuple:
-        left, right, places = ctx.saved_tensors
+    def backward(context: Any, grad: T) -> tuple:
+        left, right, places = context.saved_tensors
         of_left = _ops.grouped_linear(right, places, grad, True)
-        return of_left, _ops.grouped_linear(left, places, grad), None, None
+        of_right = _ops.grouped_linear(left, places, grad)
+        return of_left, of_right, None, None
 
 
 def _differentiable(function: Any) -> Callable:
@@ -185,53 +231,82 @@ library.impl("grouped_linear", _differentiable(_Products), "Autograd")
 library.impl("sum_by_place", _differentiable(_Sums), "Autograd")
 
 
-def _batched(info: Any, in_dims: tuple, given: Sequence[T]) -> list[T]:
-    return [
-        y.expand(info.batch_size, *y.shape) if dim is None else y.movedim(dim, 0)
-        for y, dim in zip(given, in_dims)
-    ]
+def _batched(
+    info: Any,
+    in_dims: tuple,
+    tensors: Sequence[T],
+) -> list[T]:
+    """Returns the tensors of all samples; those that samples share are expanded."""
+    batched = []
+    for tensor, dim in zip(tensors, in_dims):
+        if dim is None:
+            batched.append(tensor.expand(info.batch_size, *tensor.shape))
+        else:
+            batched.append(tensor.movedim(dim, 0))
+    return batched
 
 
-def _products_of_samples(info: Any, in_dims: tuple, *given: Any) -> tuple[T, int]:
+@torch.library.register_vmap("opacus_ext::grouped_linear", lib=library)
+def _products_of_samples(
+    info: Any,
+    in_dims: tuple,
+    *args: Any,
+) -> tuple[T, int]:
     """The rule of vmap: multiplies all rows at once, also by weights of each sample."""
-    x, places, weight = _batched(info, in_dims, given[:3])
-    shape, size = x.shape[:2], weight.shape[1]
-    if in_dims[2] is None:
-        weight = given[2]
-    else:
-        first = size * torch.arange(len(x), device=x.device)[:, None]
-        places = torch.where(places < size, places + first, size * len(x))
-        weight = weight.flatten(0, 1)
-    flat = x.flatten(0, 1), places.flatten(), weight
-    return _ops.grouped_linear(*flat, *given[3:]).unflatten(0, shape), 0
+    inputs, places, weights = _batched(info, in_dims, args[:3])
+    weight, count = args[2], weights.shape[1]
+    if in_dims[2] is not None:
+        # A place behind all others stays so: its row has no weight.
+        is_inside = places < count
+        last = count * len(inputs)
+        places = torch.where(is_inside, places + _first_places(places, count), last)
+        weight = weights.flatten(0, 1)
+    rows = inputs.flatten(0, 1)
+    products = _ops.grouped_linear(rows, places.flatten(), weight, *args[3:])
+    return products.unflatten(0, inputs.shape[:2]), 0
 
 
-def _sums_of_samples(info: Any, in_dims: tuple, *given: Any) -> tuple[T, int]:
-    *rows, count = given
-    left, right, places = _batched(info, in_dims, rows)
-    places = places + count * torch.arange(len(left), device=left.device)[:, None]
-    flat = (y.flatten(0, 1) for y in (left, right, places))
-    found = _ops.sum_by_place(*flat, count * len(left))
-    return found.unflatten(0, (len(left), count)), 0
-
-
-for name, rule in (
-    ("grouped_linear", _products_of_samples),
-    ("sum_by_place", _sums_of_samples),
-):
-    torch.library.register_vmap(f"opacus_ext::{name}", rule, lib=library)
+@torch.library.register_vmap("opacus_ext::sum_by_place", lib=library)
+def _sums_of_samples(
+    info: Any,
+    in_dims: tuple,
+    *args: Any,
+) -> tuple[T, int]:
+    *tensors, count = args
+    left, right, places = _batched(info, in_dims, tensors)
+    size = len(left)
+    places = places + _first_places(places, count)
+    rows = [tensor.flatten(0, 1) for tensor in (left, right, places)]
+    sums = _ops.sum_by_place(*rows, count * size)
+    return sums.unflatten(0, (size, count)), 0
 
 
 @torch.library.register_fake("opacus_ext::grouped_linear", lib=library)
-def _(x: T, places: T, weight: T, transposed: bool = False) -> T:
-    return x.new_empty(len(x), weight.shape[1 if transposed else 2])
+def _(
+    inputs: T,
+    places: T,
+    weight: T,
+    transposed: bool = False,
+) -> T:
+    if transposed:
+        weight = weight.mT
+    return inputs.new_empty(len(inputs), weight.shape[2])
 
 
 @torch.library.register_fake("opacus_ext::sum_by_place", lib=library)
-def _(left: T, right: T, places: T, count: int) -> T:
+def _(
+    left: T,
+    right: T,
+    places: T,
+    count: int,
+) -> T:
     return left.new_empty(count, left.shape[1], right.shape[1])
 
 
 @torch.library.register_fake("opacus_ext::square_by_place", lib=library)
-def _(dense: Sequence[T], places: T, count: int) -> T:
-    return places.new_empty(2, count, dtype=dtype_of(*(f.dtype for f in dense)))
+def _(
+    dense: Sequence[T],
+    places: T,
+    count: int,
+) -> T:
+    return places.new_empty(2, count, dtype=common_dtype(dense))

@@ -15,6 +15,7 @@ from typing import (
     Iterable,
     Iterator,
     NamedTuple,
+    Protocol,
     Sequence,
     Union,
     final,
@@ -41,93 +42,120 @@ Factor = Union[T, OneHot]  # dense rows are [B, T, width]
 
 def entries(factor: Factor) -> T:
     """Returns ``[B, T, ...]``: the index of one-hot rows, or the dense rows."""
-    return factor.index if type(factor) is OneHot else factor
+    if type(factor) is OneHot:
+        return factor.index
+    return factor
 
 
 def cut(factor: Factor, where: Any) -> Factor:
     """Indexes the rows of a factor."""
-    rows = entries(factor)[where]
-    return OneHot(rows, factor.size) if isinstance(factor, OneHot) else rows
+    if type(factor) is OneHot:
+        return OneHot(factor.index[where], factor.size)
+    return factor[where]
 
 
 def joined(factors: Sequence[Factor]) -> Factor:
     """Concatenates the rows of factors of one kind."""
+    first = factors[0]
     if len(factors) == 1:
-        return factors[0]
-    rows = torch.cat([entries(f) for f in factors], dim=1)
-    return OneHot(rows, width_of(factors[0])) if rows.dim() == 2 else rows
+        return first
+    rows = torch.cat(list(map(entries, factors)), dim=1)
+    if type(first) is OneHot:
+        return OneHot(rows, first.size)
+    return rows
 
 
 def width_of(factor: Factor) -> int:
     """Returns the size of a row."""
-    return factor.size if type(factor) is OneHot else factor.shape[2]
+    if type(factor) is OneHot:
+        return factor.size
+    return factor.shape[2]
 
 
-def upcast(x: T) -> T:
+def upcast(tensor: T) -> T:
     """Converts half precision to float32, in which norms are accumulated."""
-    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+    if tensor.dtype in (torch.float16, torch.bfloat16):
+        return tensor.float()
+    return tensor
 
 
 def dtype_of(*dtypes: torch.dtype) -> torch.dtype:
     """Returns the dtype in which norms are accumulated: float32 or wider."""
-    found = torch.float32
+    widest = torch.float32
     for dtype in dtypes:
-        if dtype != found:
-            found = torch.promote_types(found, dtype)
-    return found
+        if dtype != widest:
+            widest = torch.promote_types(widest, dtype)
+    return widest
+
+
+class HasDtype(Protocol):
+    """A tensor, or what has a dtype in which norms are accumulated."""
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+
+def common_dtype(operands: Iterable[HasDtype]) -> torch.dtype:
+    """Returns the dtype in which norms over several operands are accumulated."""
+    return dtype_of(*[operand.dtype for operand in operands])
 
 
 def product(sizes: Iterable[int]) -> int:
     """Multiplies sizes; ``torch.compile`` does not support ``math.prod``."""
-    found = 1
+    number = 1
     for size in sizes:
-        found *= size
-    return found
+        number *= size
+    return number
 
 
 def rows_product(left: T, right: T) -> T:
     """Returns the outer products of rows, flattened: ``[..., product of widths]``."""
-    return (left[..., None] * right[..., None, :]).flatten(-2)
+    products = left[..., None] * right[..., None, :]
+    return products.flatten(-2)
 
 
-def steps(size: int, step: int) -> Iterator[tuple[int, int]]:
-    """Yields the start and stop of each chunk of an axis."""
-    for start in range(0, size, step):
-        yield start, min(start + step, size)
-
-
-#: torch adds squares one after another on a CPU: in float32 the norm of 4e7 is off by
-#: 0.3 to 8 %. Longer rows, contiguous or strided, are cut into parts: 6e-5 at most.
+# torch adds squares one after another on a CPU: in float32 the norm of 4e7 is off by
+# 0.3 to 8 %. Longer rows, contiguous or strided, are cut into parts: 6e-5 at most.
 _MOST, _MOST_STRIDED, _PART = 2**16, 2**12, 2**12
 
 
-def sample_norms(x: T) -> T:
+def sample_norms(tensor: T) -> T:
     """Returns the norms ``[B]`` of the samples ``[B, ...]``, in float32 or wider."""
-    x = x if x.dim() == 2 else x.flatten(1)
-    size, end = x.shape[1], x.shape[1] // _PART * _PART
-    most = _MOST if x.stride(1) == 1 else _MOST_STRIDED
-    if size <= most or x.device.type != "cpu" or torch.compiler.is_compiling():
-        return torch.linalg.vector_norm(x, dim=1)
-    norms = torch.linalg.vector_norm(x[:, :end].unflatten(1, (-1, _PART)), dim=2)
-    return sample_norms(norms if end == size else torch.cat([norms, x[:, end:]], 1))
+    rows = tensor
+    if rows.dim() != 2:
+        rows = rows.flatten(1)
+    size = rows.shape[1]
+    most = _MOST if rows.stride(1) == 1 else _MOST_STRIDED
+    if size <= most or rows.device.type != "cpu" or torch.compiler.is_compiling():
+        return torch.linalg.vector_norm(rows, dim=1)
+    end = size // _PART * _PART
+    parts = rows[:, :end].unflatten(1, (-1, _PART))
+    norms = torch.linalg.vector_norm(parts, dim=2)
+    # The entries of an incomplete last part are their own norms.
+    norms = torch.cat([norms, rows[:, end:]], dim=1)
+    return sample_norms(norms)
 
 
-def square_sum(x: T) -> T:
+def square_sum(tensor: T) -> T:
     """Returns the squared norms ``[B]`` of the samples ``[B, ...]``."""
-    return sample_norms(x).square_()
+    return sample_norms(tensor).square_()
 
 
-def scaled_norms(x: T) -> T:
+def scaled_norms(rows: T) -> T:
     """Returns the norms ``[B]`` of rows ``[B, n]``, whose squares may be too large."""
-    largest = x.abs().amax(1, keepdim=True) if x.shape[1] else x.new_ones(len(x), 1)
-    scale = torch.where((largest > 0) & largest.isfinite(), largest, 1)
-    return sample_norms(x / scale) * scale.squeeze(1)
+    if not rows.shape[1]:
+        return sample_norms(rows)
+    largest = rows.abs().amax(1, keepdim=True)
+    # Rows of zeros would be divided by zero, and an infinite entry by infinity.
+    is_scale = (largest > 0) & largest.isfinite()
+    scale = torch.where(is_scale, largest, 1)
+    return sample_norms(rows / scale) * scale.squeeze(1)
 
 
 def norm_of_each(tensors: list[T]) -> list[T]:
     """Returns the norm of each tensor; all must be float32 or wider."""
-    if not tensors or any(x.device.type == "cpu" for x in tensors):
-        return [sample_norms(x.reshape(1, -1))[0] for x in tensors]
+    if not tensors or any(tensor.device.type == "cpu" for tensor in tensors):
+        return [sample_norms(tensor.reshape(1, -1))[0] for tensor in tensors]
     return list(torch._foreach_norm(tensors))
 
 
@@ -193,8 +221,8 @@ ROUNDING = 2.0**-9
 # the absolute values of the products that were added up to it. An inner product of rows
 # of 250,000 entries was wrong by 150 units.
 _OF_PRODUCTS = 2.0**15
-# Units for each entry of bfloat16 rows: tensor cores round toward zero, which adds up
-# (Fasi et al. 2021, "Numerical behavior of NVIDIA tensor cores").
+# The units for each entry of bfloat16 rows: tensor cores round toward zero, which adds
+# up (Fasi et al. 2021, "Numerical behavior of NVIDIA tensor cores").
 _OF_WIDE_PRODUCTS = 16.0
 # The same for the entries of materialized gradients, of which squares are taken.
 _OF_ENTRIES = 2.0**10
@@ -219,8 +247,10 @@ def added(parts: Sequence[Squares]) -> Squares:
     values, least = parts[0]
     for part in parts[1:]:
         values = values + part.values
-        if part.least is not None:
-            least = part.least if least is None else least + part.least
+        if least is None:
+            least = part.least
+        elif part.least is not None:
+            least = least + part.least
     return Squares(values, least)
 
 
@@ -229,25 +259,30 @@ def least_of_entries(size: T, dtype: torch.dtype) -> T:
     Returns :attr:`Squares.least` of materialized gradients, given a bound ``[B]`` of
     the sum of the norms of their terms.
     """
-    return (size * (_OF_ENTRIES * torch.finfo(dtype).eps)).square_()
+    units = _OF_ENTRIES * torch.finfo(dtype).eps
+    return (size * units).square_()
 
 
 # -- products --------------------------------------------------------------------------
 
-# Devices that sum products of bfloat16 in float32: no product is rounded.
 _backends: Any = getattr(torch, "backends")
+# Devices that sum products of bfloat16 in float32: no product is rounded.
 _WIDE_SUMS = {"cuda"} if "dtype" in torch.ops.aten.bmm.overloads() else set()
 
 
 def sums_wide(*factors: T) -> bool:
     """Returns True for bfloat16 rows whose products the device sums in float32."""
-    for f in factors:
-        if f.dtype != torch.bfloat16 or f.device.type not in _WIDE_SUMS:
+    for rows in factors:
+        if rows.dtype != torch.bfloat16 or rows.device.type not in _WIDE_SUMS:
             return False
     return True
 
 
-def times(left: T, right: T, dtype: torch.dtype) -> T:
+def times(
+    left: T,
+    right: T,
+    dtype: torch.dtype,
+) -> T:
     """Returns ``left @ right`` for each sample, with products and sums in ``dtype``."""
     if left.dtype == dtype and right.dtype == dtype:
         return torch.bmm(left, right)
@@ -258,7 +293,9 @@ def times(left: T, right: T, dtype: torch.dtype) -> T:
 
 def rounded_down(factors: T) -> T:
     """Rounds positive numbers to 8 bits, toward zero: they are bfloat16 then."""
-    return (factors.float().view(torch.int32) & -(2**16)).view(torch.float32)
+    bits = factors.float().view(torch.int32)
+    # bfloat16 is the upper half of a float32.
+    return (bits & -(2**16)).view(torch.float32)
 
 
 def tf32_settings(device: torch.device | None = None) -> list[tuple]:
@@ -267,19 +304,23 @@ def tf32_settings(device: torch.device | None = None) -> list[tuple]:
     function that sets it, its value, and the value for full precision. Those of
     convolutions are among them if a CUDA device is given.
     """
-    cudnn, found = _backends.cudnn, list[tuple[Any, Any, Any]]()
+    cudnn = _backends.cudnn
+    settings: list[tuple] = []
     try:
         before = torch.get_float32_matmul_precision()
         if before != "highest":
-            found.append((torch.set_float32_matmul_precision, before, "highest"))
+            settings.append((torch.set_float32_matmul_precision, before, "highest"))
         if device is not None and device.type == "cuda" and cudnn.allow_tf32:
-            found.append((partial(setattr, cudnn, "allow_tf32"), True, False))
-        return found
-    except RuntimeError:  # it was set by the names of torch 2.9
-        name, cpu = "fp32_precision", _backends.mkldnn
-        for x in (_backends.cuda.matmul, cpu.matmul, cudnn.conv, cudnn.rnn):
-            found.append((partial(setattr, x, name), getattr(x, name), "ieee"))
-        return [each for each in found if each[1] != each[2]]
+            settings.append((partial(setattr, cudnn, "allow_tf32"), True, False))
+    except RuntimeError:
+        # The precision was set by the names of torch 2.9, which exclude the older ones.
+        name = "fp32_precision"
+        matmuls = _backends.cuda.matmul, _backends.mkldnn.matmul
+        for backend in (*matmuls, cudnn.conv, cudnn.rnn):
+            before = getattr(backend, name)
+            if before != "ieee":
+                settings.append((partial(setattr, backend, name), before, "ieee"))
+    return settings
 
 
 def full_precision(device: torch.device | None = None) -> ContextManager:
@@ -288,8 +329,12 @@ def full_precision(device: torch.device | None = None) -> ContextManager:
     :func:`tf32_settings`. It does nothing where code is being compiled: enter it
     around the call of compiled code.
     """
-    changes = [] if torch.compiler.is_compiling() else tf32_settings(device)
-    return _changed(changes) if changes else nullcontext()
+    if torch.compiler.is_compiling():
+        return nullcontext()
+    settings = tf32_settings(device)
+    if not settings:
+        return nullcontext()
+    return _changed(settings)
 
 
 @contextmanager
@@ -308,37 +353,45 @@ def _changed(settings: list[tuple]) -> Iterator[None]:
 
 
 def inner(
-    left: Sequence[Factor], right: Sequence[Factor] | None, dtype: torch.dtype
+    left: Sequence[Factor],
+    right: Sequence[Factor] | None,
+    dtype: torch.dtype,
 ) -> Squares:
     """
     Returns ``sum_{t,t'} prod_k <left_k[t], right_k[t']>`` for each sample, computed in
     chunks of t that fit into the workspace. If ``right`` is None it equals ``left``.
     """
-    symmetric, first = right is None, entries(left[-1])
     others = left if right is None else right
-    batch_size, rows = first.shape[:2]
-    row_bytes = 2 * batch_size * entries(others[-1]).shape[1] * dtype.itemsize
-    step = rows
-    if rows * row_bytes > _workspace:
+    first = entries(left[-1])
+    batch_size, length = first.shape[:2]
+    # Two Gram matrices are in memory at a time: a factor's own, and their product.
+    width = entries(others[-1]).shape[1]
+    row_bytes = 2 * batch_size * width * dtype.itemsize
+    step = length
+    if length * row_bytes > _workspace:
         step = max(1, _workspace // max(1, row_bytes))
-    if symmetric and rows > _FEWEST_AT_ONCE:  # one triangle suffices: each chunk with
-        step = min(step, chunk(rows, first.device))  # itself and twice with later ones
+    if right is None and length > _FEWEST_AT_ONCE:
+        # One triangle suffices: a chunk with itself, and twice with later ones.
+        step = min(step, chunk(length, first.device))
     values = absolute = None
-    for start in range(0, rows, step or 1):
-        stop, later = start + step, others
-        some = left if step >= rows else _some_rows(left, slice(start, stop))
-        if symmetric and start:
+    for start in range(0, length, step or 1):
+        some, later = left, others
+        if step < length:
+            some = _some_rows(left, slice(start, start + step))
+        if right is None and start:
             later = _some_rows(others, slice(start, None))
         product: Any = None
-        for f, g in zip(some, later):
-            gram = _gram(f, g, dtype)
+        for pair in zip(some, later):
+            gram = _gram(*pair, dtype)
             product = gram if product is None else product.mul_(gram)
-        if symmetric and step < rows:
+        if right is None and step < length:
             product[:, :, step:].mul_(2)
         squares = product.sum((1, 2))
         sizes = product.abs_().sum((1, 2))
-        values = squares if values is None else values + squares
-        absolute = sizes if absolute is None else absolute + sizes
+        if values is None or absolute is None:
+            values, absolute = squares, sizes
+        else:
+            values, absolute = values + squares, absolute + sizes
     if values is None or absolute is None:
         return Squares(first.new_zeros(batch_size, dtype=dtype))
     units = _OF_PRODUCTS
@@ -348,31 +401,39 @@ def inner(
 
 
 def _some_rows(factors: Sequence[Factor], rows: slice) -> list[Factor]:
-    return [cut(f, (slice(None), rows)) for f in factors]
+    return [cut(factor, (slice(None), rows)) for factor in factors]
 
 
 def _width_of_wide(factor: Factor) -> int:
     """Returns the width of rows that :func:`sums_wide` is true for, or 0."""
-    return factor.shape[2] if isinstance(factor, T) and sums_wide(factor) else 0
+    if isinstance(factor, T) and sums_wide(factor):
+        return factor.shape[2]
+    return 0
 
 
-#: The fewest rows of a triangle of Gram matrices that are multiplied at once.
+# The fewest rows of a triangle of Gram matrices that are multiplied at once.
 _FEWEST_AT_ONCE = 128
 
 
-def chunk(rows: int, device: torch.device) -> int:
+def chunk(length: int, device: torch.device) -> int:
     """Returns how many rows of a triangle of Gram matrices are multiplied at once."""
     fewest = _FEWEST_AT_ONCE if device.type == "cpu" else 512
-    return max(fewest, math.ceil(rows / 4))
+    return max(fewest, math.ceil(length / 4))
 
 
-def _gram(f: Factor, g: Factor, dtype: torch.dtype) -> T:
-    """Returns ``<f[t], g[t']>`` as ``[B, T, T']``."""
-    if type(f) is OneHot and type(g) is OneHot:
-        return (f.index[:, :, None] == g.index[:, None, :]).to(dtype)
-    if type(f) is OneHot:
-        return _gram(g, f, dtype).mT.contiguous()
-    if type(g) is OneHot:
-        index = g.index[:, None, :].expand(-1, f.shape[1], -1)
-        return f.gather(2, index).to(dtype)
-    return times(f, g.mT, dtype)
+def _gram(
+    left: Factor,
+    right: Factor,
+    dtype: torch.dtype,
+) -> T:
+    """Returns ``<left[t], right[t']>`` as ``[B, T, T']``."""
+    if type(left) is OneHot and type(right) is OneHot:
+        are_equal = left.index[:, :, None] == right.index[:, None, :]
+        return are_equal.to(dtype)
+    if type(left) is OneHot:
+        return _gram(right, left, dtype).mT.contiguous()
+    if type(right) is OneHot:
+        # A product with one-hot rows is a look-up.
+        index = right.index.unsqueeze(1).expand(-1, left.shape[1], -1)
+        return left.gather(2, index).to(dtype)
+    return times(left, right.mT, dtype)

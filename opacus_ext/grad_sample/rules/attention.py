@@ -16,10 +16,11 @@ from opacus_ext.grad_sample.rules.registry import (
 T = torch.Tensor
 
 
-def _attention(*given: Any) -> T:
-    *first, scale, gqa = given
-    run: Callable = F.scaled_dot_product_attention
-    return run(*first, scale=scale, enable_gqa=gqa)
+def _attention(*args: Any) -> T:
+    """Calls torch's function, which takes the last two arguments by keyword only."""
+    *positional, scale, enable_gqa = args
+    function: Callable = F.scaled_dot_product_attention
+    return function(*positional, scale=scale, enable_gqa=enable_gqa)
 
 
 @of_all(F.scaled_dot_product_attention)
@@ -34,21 +35,29 @@ def attention(
     enable_gqa: bool = False,
 ) -> T:
     """Takes samples as rows of the batch: ``[B, N, heads, length, width]``."""
-    tensors, dims, leads = [], 2, set()
-    for x in (query, key, value, attn_mask):
-        if x is not None:
-            dims = max(dims, x.ndim - 1)
-            if x.ndim < 5:
-                x = x.reshape(x.shape[0], *[1] * (5 - x.ndim), *x.shape[1:])
-            leads.add(x.shape[:2])
-        tensors.append(x)
-    lead = leads.pop()
-    if leads:
-        lead = torch.broadcast_shapes(lead, *leads)
-        tensors = [x if x is None else x.expand(*lead, *x.shape[2:]) for x in tensors]
-    rows = [x if x is None else x.flatten(0, 1) for x in tensors]
-    y = _attention(*rows, dropout_p, is_causal, scale, enable_gqa)
-    return y.reshape(lead[0], *[*lead[1:], *y.shape[1:]][-dims:])
+    # The result has as many dims as the widest input; the kernel takes four.
+    tensors, dims, batches = [], 2, set()
+    for tensor in (query, key, value, attn_mask):
+        if tensor is not None:
+            dims = max(dims, tensor.ndim - 1)
+            if tensor.ndim < 5:
+                size, *shape = tensor.shape
+                tensor = tensor.reshape(size, *[1] * (5 - tensor.ndim), *shape)
+            batches.add(tensor.shape[:2])
+        tensors.append(tensor)
+    batch = batches.pop()
+    if batches:
+        batch = torch.broadcast_shapes(batch, *batches)
+    # A mask, or an input, that samples share is expanded to all of them.
+    for position, tensor in enumerate(tensors):
+        if tensor is not None:
+            if tensor.shape[:2] != batch:
+                tensor = tensor.expand(*batch, *tensor.shape[2:])
+            tensors[position] = tensor.flatten(0, 1)
+    outputs = _attention(*tensors, dropout_p, is_causal, scale, enable_gqa)
+    size, rows = batch
+    shape = [rows, *outputs.shape[1:]]
+    return outputs.reshape(size, *shape[-dims:])
 
 
 IN_COMPILED[F.scaled_dot_product_attention] = library_op(

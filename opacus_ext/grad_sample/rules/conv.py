@@ -8,19 +8,19 @@ computes it (:class:`ConvGradients`).
 from __future__ import annotations
 
 import math
-from typing import Iterator, NamedTuple, Sequence, Union
+from typing import Callable, Iterator, NamedTuple, Sequence, Union
 
 import torch
 from torch.nn import functional as F
 from torch.nn import grad
 
 from opacus_ext.grad_sample.factors import Term, dtype_of, upcast, workspace
+from opacus_ext.grad_sample.factors.grad_sample import add_into
 from opacus_ext.grad_sample.factors.rows import (
     Squares,
     least_of_entries,
     sample_norms,
     square_sum,
-    steps,
 )
 from opacus_ext.grad_sample.rules.registry import Op, register_rule
 
@@ -45,124 +45,197 @@ def conv(
     groups: int = 1,
 ) -> Op | None:
     """``weight [out, in / groups, *kernel]`` over ``input [*, in, *space]``."""
-    dims = weight.dim() - 2
-    dilation = _each(dilation, dims)
+    kernel = weight.shape[2:]
+    dims = len(kernel)
+    dilation = _of_each_dim(dilation, dims)
     if padding == "same":
-        spans = [d * (k - 1) for d, k in zip(dilation, weight.shape[2:])]
+        spans = [step * (size - 1) for step, size in zip(dilation, kernel)]
+        # torch pads an odd span by one more on one side: it is left to the general way.
         if any(span % 2 for span in spans):
             return None
         padding = [span // 2 for span in spans]
-    padding = _each(0 if padding == "valid" else padding, dims)
-    settings = _each(stride, dims), padding, dilation, groups
-    given = OfConv(weight.shape, bias is not None, *settings)
-    return Op((weight, bias), (input,), given, dims + 1, (dims + 1,), given.run_all)
+    elif padding == "valid":
+        padding = 0
+    layer = OfConv(
+        weight.shape,
+        bias is not None,
+        _of_each_dim(stride, dims),
+        _of_each_dim(padding, dims),
+        dilation,
+        groups,
+    )
+    return Op(
+        params=(weight, bias),
+        data=(input,),
+        factors=layer,
+        event_dims=dims + 1,
+        data_dims=(dims + 1,),
+        run_all=layer.run_all,
+    )
 
 
-def _each(value: Size, dims: int) -> tuple[int, ...]:
-    value = (value,) if isinstance(value, int) else tuple(value)
-    return value * dims if len(value) == 1 else value
+def _of_each_dim(value: Size, dims: int) -> tuple[int, ...]:
+    """Returns a setting with one entry a spatial dim."""
+    if isinstance(value, int):
+        return (value,) * dims
+    if len(value) == 1:
+        return tuple(value) * dims
+    return tuple(value)
 
 
 class OfConv(NamedTuple):
-    """The factors of a weight and bias; settings have one entry a spatial dim."""
+    """
+    The factors of a weight and bias. The settings after these have one entry a spatial
+    dim, but for ``groups``; torch's functions take them in the same order.
 
-    shape: torch.Size  # shape of the weight
+    Attributes:
+        shape: shape of the weight
+        has_bias: True if the layer has a bias
+    """
+
+    shape: torch.Size
     has_bias: bool
     stride: tuple[int, ...]
     padding: tuple[int, ...]
     dilation: tuple[int, ...]
     groups: int
 
-    def run_all(self, params: Sequence, x: T) -> T:
+    def run_all(self, params: Sequence, inputs: T) -> T:
         """Runs the layer for all samples."""
         dims = len(self.stride)
-        rows = x.shape[: -1 - dims]
-        y = _FUNCTIONS[dims][0](x.flatten(0, len(rows) - 1), *params, *self[2:])
-        return y.unflatten(0, rows)
+        rows = inputs.shape[: -1 - dims]
+        function = _FUNCTIONS[dims][0]
+        flat = inputs.flatten(0, len(rows) - 1)
+        outputs = function(flat, *params, *self[2:])
+        return outputs.unflatten(0, rows)
 
-    def __call__(self, backprops: T, x: T) -> list[tuple]:
-        x, width = x.to(backprops.dtype), self.shape[1:].numel()
-        places = backprops.shape[1] * backprops.shape[3:].numel()
-        few = places * (self.shape[0] + width) < self.shape.numel()
-        factors: tuple = (ConvGradients(self, backprops, x),)
-        if few and self.groups == 1:
-            windows = self.windows(x.flatten(0, 1)).unflatten(0, x.shape[:2])
-            factors = (backprops.flatten(3).mT.flatten(1, 2), windows.flatten(1, 2))
+    def __call__(self, backprops: T, inputs: T) -> list[tuple]:
+        inputs = inputs.to(backprops.dtype)
+        # Windows ``[windows, width]`` are worth their memory where they are few.
+        channels = self.shape[0]
+        width = self.shape[1:].numel()
+        count = backprops.shape[1] * backprops.shape[3:].numel()
+        is_small = count * (channels + width) < self.shape.numel()
+        factors: tuple = (ConvGradients(self, backprops, inputs),)
+        if is_small and self.groups == 1:
+            windows = self.windows(inputs.flatten(0, 1))
+            windows = windows.unflatten(0, inputs.shape[:2])
+            rows = backprops.flatten(3).mT
+            factors = (rows.flatten(1, 2), windows.flatten(1, 2))
         if not self.has_bias:
             return [factors]
-        return [factors, (upcast(backprops.flatten(3)).sum(3),)]
+        of_bias = (upcast(backprops.flatten(3)).sum(3),)
+        return [factors, of_bias]
 
-    def windows(self, x: T) -> T:
+    def windows(self, inputs: T) -> T:
         """Returns the windows of ``[N, channels, *space]``, one row each."""
         dims = len(self.stride)
-        if any(self.padding):  # F.pad copies, even where it adds nothing
-            x = F.pad(x, [n for n in reversed(self.padding) for _ in range(2)])
-        for i, (k, s, d) in enumerate(zip(self.shape[2:], self.stride, self.dilation)):
-            x = x.unfold(2 + i, d * (k - 1) + 1, s)[..., ::d]
-        # Now [N, channels, *out, *kernel], a view.
-        return x.movedim(1, 1 + dims).flatten(1, dims).flatten(2)
+        if any(self.padding):
+            # F.pad copies, even where it adds nothing. It begins with the last dim.
+            margins = []
+            for margin in reversed(self.padding):
+                margins += [margin, margin]
+            inputs = F.pad(inputs, margins)
+        windows = inputs
+        sizes = zip(self.shape[2:], self.stride, self.dilation)
+        for dim, (size, stride, dilation) in enumerate(sizes, start=2):
+            span = dilation * (size - 1) + 1
+            windows = windows.unfold(dim, span, stride)[..., ::dilation]
+        # The windows are a view ``[N, channels, *out, *kernel]`` so far.
+        windows = windows.movedim(1, 1 + dims)
+        return windows.flatten(1, dims).flatten(2)
 
-    def by_sample(self, backprops: T, x: T) -> T:
+    def by_sample(self, backprops: T, inputs: T) -> T:
         """Returns each sample's gradient ``[B, numel]``: its channels are a group."""
-        size, shape = len(x), (len(x) * self.shape[0], *self.shape[1:])
-        samples = self._replace(shape=torch.Size(shape), groups=self.groups * size)
+        size = len(inputs)
+        channels, *others = self.shape
+        shape = torch.Size([size * channels, *others])
+        layer = self._replace(shape=shape, groups=self.groups * size)
+        gradients = layer.gradient(_as_channels(backprops), _as_channels(inputs))
+        return gradients.reshape(size, -1)
 
-        def joined(y: T) -> T:  # flat first, as kernels need strides in order
-            flat = y.transpose(0, 1).flatten()
-            return flat.view(y.shape[1], size * y.shape[2], *y.shape[3:])
-
-        return samples.gradient(joined(backprops), joined(x)).reshape(size, -1)
-
-    def gradient(self, backprops: T, x: T) -> T:
+    def gradient(self, backprops: T, inputs: T) -> T:
         """Returns the gradient of the weight, summed over ``N`` and all positions."""
-        of_weight = _FUNCTIONS[len(self.stride)][1]
-        return of_weight(x, self.shape, backprops, *self[2:])
+        function: Callable = _FUNCTIONS[len(self.stride)][1]
+        return function(inputs, self.shape, backprops, *self[2:])
+
+
+def _as_channels(tensor: T) -> T:
+    """Returns ``[B, N, channels, *space]`` as ``[N, B * channels, *space]``."""
+    size, rows, channels, *space = tensor.shape
+    # The copy is flat first, as kernels need strides in the order of dims.
+    flat = tensor.transpose(0, 1).flatten()
+    return flat.view(rows, size * channels, *space)
 
 
 class ConvGradients(Term):
     """
     The gradients of a weight, computed on demand from ``backprops [B, n, out, *space]``
-    and ``x [B, n, in, *space]``.
+    and ``inputs [B, n, in, *space]``.
     """
 
-    def __init__(self, conv: OfConv, backprops: T, x: T):
-        self.conv, self.backprops, self.x = conv, backprops, x
-        self.batch_size, self.device = len(x), x.device
+    def __init__(
+        self,
+        layer: OfConv,
+        backprops: T,
+        inputs: T,
+    ):
+        self.layer, self.backprops, self.inputs = layer, backprops, inputs
+        self.batch_size, self.device = len(inputs), inputs.device
         self.dtype = dtype_of(backprops.dtype)
+        # The shape of numbers ``[B]`` that are broadcast to backprops and inputs.
+        self._column = (-1,) + (1,) * (inputs.dim() - 1)
 
     def _parts(self) -> Iterator[T]:
         """Yields the gradients of as many samples as fit into the workspace."""
-        numel = self.conv.shape.numel()
-        step = max(1, workspace() // (numel * self.dtype.itemsize))
-        for start, stop in steps(self.batch_size, step):
-            some = slice(start, stop)
-            yield self.conv.by_sample(self.backprops[some], self.x[some])
+        sample_bytes = self.layer.shape.numel() * self.dtype.itemsize
+        step = max(1, workspace() // sample_bytes)
+        for start in range(0, self.batch_size, step):
+            samples = slice(start, start + step)
+            backprops, inputs = self.backprops[samples], self.inputs[samples]
+            yield self.layer.by_sample(backprops, inputs)
 
-    def materialize(self, dtype: torch.dtype, out: T | None = None) -> T:
-        first, *others = self._parts()
-        new = (torch.cat([first, *others]) if others else first).to(dtype)
-        return new if out is None else out.add_(new.view_as(out))
+    def _with_each(self, change: Callable[[T], T]) -> Term:
+        """Returns the gradients of changed backprops and inputs."""
+        backprops, inputs = change(self.backprops), change(self.inputs)
+        return ConvGradients(self.layer, backprops, inputs)
+
+    def materialize(self, dtype: torch.dtype, total: T | None = None) -> T:
+        gradients, *others = self._parts()
+        if others:
+            gradients = torch.cat([gradients, *others])
+        return add_into(total, gradients.to(dtype))
 
     def squares(self) -> Squares:
-        values = torch.cat([square_sum(upcast(g)) for g in self._parts()])
-        return Squares(values, least_of_entries(self.size(), self.dtype))
+        values = [square_sum(upcast(gradients)) for gradients in self._parts()]
+        least = least_of_entries(self.size(), self.dtype)
+        return Squares(torch.cat(values), least)
 
     def size(self) -> T:
-        norms = [sample_norms(upcast(x)) for x in (self.backprops, self.x)]
-        windows = self.conv.shape[2:].numel()  # the most that an entry is in
-        return norms[0] * norms[1] * math.sqrt(windows)
+        backprops = sample_norms(upcast(self.backprops))
+        inputs = sample_norms(upcast(self.inputs))
+        # An entry of the input is in at most so many windows.
+        windows = self.layer.shape[2:].numel()
+        return backprops * inputs * math.sqrt(windows)
 
     def wide(self, samples: T) -> Term:
-        both = (x[samples.to(x.device)].double() for x in (self.backprops, self.x))
-        return ConvGradients(self.conv, *both)
+        def selected(tensor: T) -> T:
+            return tensor[samples.to(tensor.device)].double()
 
-    def weighted_sum(self, weights: T, dtype: torch.dtype, out: T | None = None) -> T:
-        weights = weights.to(dtype).view((-1,) + (1,) * (self.x.dim() - 1))
-        backprops = (self.backprops.to(dtype) * weights).flatten(0, 1)
-        new = self.conv.gradient(backprops, self.x.flatten(0, 1).to(dtype))
-        return new if out is None else out.add_(new.view_as(out))
+        return self._with_each(selected)
+
+    def weighted_sum(
+        self,
+        weights: T,
+        dtype: torch.dtype,
+        total: T | None = None,
+    ) -> T:
+        weights = weights.to(dtype).view(self._column)
+        backprops = self.backprops.to(dtype) * weights
+        inputs = self.inputs.flatten(0, 1).to(dtype)
+        gradient = self.layer.gradient(backprops.flatten(0, 1), inputs)
+        return add_into(total, gradient)
 
     def without(self, samples: T) -> Term:
-        where = samples.view((-1,) + (1,) * (self.x.dim() - 1))
-        both = (x.masked_fill(where, 0) for x in (self.backprops, self.x))
-        return ConvGradients(self.conv, *both)
+        mask = samples.view(self._column)
+        return self._with_each(lambda rows: rows.masked_fill(mask, 0))

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, Callable
+from typing import Any, Callable, Sequence
 
 import torch
 from torch.nn import functional as F
 
 from opacus_ext.grad_sample.factors import Factor, OneHot
-from opacus_ext.grad_sample.rules.registry import Op, handles, register_rule
+from opacus_ext.grad_sample.rules.registry import Group, Op, handles, register_rule
 from opacus_ext.refused import Refused
 
 T = torch.Tensor
 
 
+# By the setting that is private, why others are not.
 _PRIVATE = {
     "max_norm=None": "max_norm rescales the rows of the batch's tokens in place in the "
     "forward pass, which is not private.",
@@ -26,11 +27,14 @@ _PRIVATE = {
 
 
 def refuse_embedding(
-    what: str, max_norm: float | None, scale_grad_by_freq: bool, sparse: bool
+    what: str,
+    max_norm: float | None,
+    scale_grad_by_freq: bool,
+    sparse: bool,
 ) -> None:
     """Refuses arguments with which an embedding can't be private."""
-    given = max_norm is not None, scale_grad_by_freq, sparse
-    for is_set, (setting, reason) in zip(given, _PRIVATE.items()):
+    are_set = max_norm is not None, scale_grad_by_freq, sparse
+    for is_set, (setting, reason) in zip(are_set, _PRIVATE.items()):
         if is_set:
             raise Refused(
                 f"{what}: {reason}",
@@ -56,14 +60,23 @@ def embedding(
     if padding_idx is not None and padding_idx < 0:
         padding_idx += len(weight)
     factors = partial(_rows, weight.shape[0], padding_idx)
-    given = (weight,), (input,), factors, 1, (0,)
-    return Op(*given, lambda params, ids: F.embedding(ids, params[0], padding_idx))
+
+    def run_all(params: Sequence[T], ids: T) -> T:
+        return F.embedding(ids, params[0], padding_idx)
+
+    return Op(
+        params=(weight,),
+        data=(input,),
+        factors=factors,
+        data_dims=(0,),
+        run_all=run_all,
+    )
 
 
 @handles(F.embedding)
 def padded(
-    group: Any,
-    func: Callable,
+    group: Group,
+    function: Callable,
     input: T,
     weight: T,
     padding_idx: int | None = None,
@@ -72,18 +85,28 @@ def padded(
 ) -> T:
     """Applies ``padding_idx`` to per-sample tables, for which vmap ignores it."""
     if padding_idx is None or not group.is_batched(weight):
-        return group.call(func, input, weight, padding_idx, *args, **kwargs)
+        return group.call(function, input, weight, padding_idx, *args, **kwargs)
     padding_idx %= len(weight)
-    rows = group.call(func, input, weight, None, *args, **kwargs)
+    rows = group.call(function, input, weight, None, *args, **kwargs)
+    # Rows at the padding have their value, and no gradient.
     with group:
-        return torch.where((input == padding_idx).unsqueeze(-1), rows.detach(), rows)
+        is_padding = (input == padding_idx).unsqueeze(-1)
+        return torch.where(is_padding, rows.detach(), rows)
 
 
 @handles(torch.embedding, torch.ops.aten.embedding, torch.ops.aten.embedding.default)
 def _embedding(
-    group: Any, func: Callable, weight: T, input: T, padding_idx: int = -1, *args: Any
+    group: Group,
+    function: Callable,
+    weight: T,
+    input: T,
+    padding_idx: int = -1,
+    *args: Any,
 ) -> T:
-    padding = None if padding_idx < 0 else padding_idx
+    """Calls the function of ``nn.functional``, for which no padding is None."""
+    padding = None
+    if padding_idx >= 0:
+        padding = padding_idx
     return padded(group, F.embedding, input, weight, padding, None, 2.0, *args)
 
 
@@ -94,17 +117,31 @@ def getitem(table: T, index: Any) -> Op | None:
         return None
     if index.dtype in (torch.bool, torch.uint8):
         return None
-    given = (table,), (index,), partial(_rows, len(table), None), table.dim() - 1, (0,)
-    return Op(*given, lambda params, index: params[0][index])
+    return Op(
+        params=(table,),
+        data=(index,),
+        factors=partial(_rows, len(table), None),
+        event_dims=table.dim() - 1,
+        data_dims=(0,),
+        run_all=_look_up,
+    )
+
+
+def _look_up(params: Sequence[T], index: T) -> T:
+    return params[0][index]
 
 
 def _rows(
-    size: int, padding: int | None, backprops: T, ids: T
+    size: int,
+    padding: int | None,
+    backprops: T,
+    ids: T,
 ) -> list[tuple[Factor, ...]]:
     """Returns the factors of a table ``[size, *]``, whose index may be negative."""
-    # A sequence of no tokens has no entries to tell -1 from.
-    rows = backprops.flatten(2) if backprops.dim() > 2 else backprops[..., None]
+    # Rows are flattened, as ``view(*shape, -1)`` fails for a sequence of no tokens.
+    rows = backprops.unsqueeze(2).flatten(2)
     if padding is not None:
         rows = rows.masked_fill((ids == padding).unsqueeze(-1), 0)
-    ids = ids.to(rows.device, torch.long)  # it may be on the CPU for ``table[ids]``
+    # An index ``table[ids]`` may be on the CPU where the table is not.
+    ids = ids.to(rows.device, torch.long)
     return [(OneHot(ids % size, size), rows)]

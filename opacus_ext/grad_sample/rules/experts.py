@@ -22,10 +22,16 @@ from opacus_ext.grad_sample.rules.registry import Op, of_all, register_rule
 T = torch.Tensor
 
 
-_grouped_linear = torch.ops.opacus_ext.grouped_linear  # factors/places.py
+# The op, its kernel and its derivatives stand in factors/places.py.
+_grouped_linear = torch.ops.opacus_ext.grouped_linear
 
 
-def grouped_linear(x: T, index: T, weight: T, transposed: bool = False) -> T:
+def grouped_linear(
+    x: T,
+    index: T,
+    weight: T,
+    transposed: bool = False,
+) -> T:
     """
     Multiplies each row by the weight of its expert.
 
@@ -47,42 +53,71 @@ def grouped_linear(x: T, index: T, weight: T, transposed: bool = False) -> T:
 
 
 @register_rule(_grouped_linear)
-def _of_experts(x: T, index: T, weight: T, transposed: bool = False) -> Op:
-    run_all = partial(_of_rows, transposed)
-    factors = partial(_experts, weight.shape[0], transposed)
-    return Op((weight,), (x, index), factors, 1, (1, 0), run_all)
+def _of_experts(
+    inputs: T,
+    index: T,
+    weight: T,
+    transposed: bool = False,
+) -> Op:
+    return Op(
+        params=(weight,),
+        data=(inputs, index),
+        factors=partial(_experts, weight.shape[0], transposed),
+        data_dims=(1, 0),
+        run_all=partial(_of_rows, transposed),
+    )
 
 
 @of_all(_grouped_linear)
-def _of_all(x: T, index: T, weight: T, transposed: bool = False) -> T:
+def _for_all(
+    inputs: T,
+    index: T,
+    weight: T,
+    transposed: bool = False,
+) -> T:
     """Multiplies the rows of all samples together if they share the weight."""
-    if len(weight) != 1 or len(x) != len(index):
+    if len(weight) != 1 or len(inputs) != len(index):
         return NotImplemented
-    return _of_rows(transposed, [weight[0]], x, index)
+    return _of_rows(transposed, [weight[0]], inputs, index)
 
 
-def _of_rows(transposed: bool, params: Sequence, x: T, index: T) -> T:
-    rows = x.flatten(0, -2), index.flatten()
-    y = grouped_linear(*rows, params[0], transposed)
-    return y.unflatten(0, x.shape[:-1])
+def _of_rows(
+    transposed: bool,
+    params: Sequence,
+    inputs: T,
+    index: T,
+) -> T:
+    rows = inputs.flatten(0, -2)
+    outputs = grouped_linear(rows, index.flatten(), params[0], transposed)
+    return outputs.unflatten(0, inputs.shape[:-1])
 
 
 def _experts(
-    size: int, transposed: bool, backprops: T, x: T, index: T
+    size: int,
+    transposed: bool,
+    backprops: T,
+    inputs: T,
+    index: T,
 ) -> list[tuple[Factor, ...]]:
     """Returns the factors of weights ``[size, in, out]``, or ``[size, out, in]``."""
-    none = (index >= size).unsqueeze(-1)
-    rows = x.to(backprops.dtype).masked_fill(none, 0)
-    expert = OneHot(index.long().clamp(max=size - 1), size)
-    pair = (backprops, rows) if transposed else (rows, backprops)
-    return [(expert, *pair)]
+    has_none = (index >= size).unsqueeze(-1)
+    # A row without an expert counts for the last one, as a row of zeros.
+    rows = inputs.to(backprops.dtype).masked_fill(has_none, 0)
+    known = index.long().clamp(max=size - 1)
+    expert = OneHot(known, size)
+    if transposed:
+        return [(expert, backprops, rows)]
+    return [(expert, rows, backprops)]
 
 
 # -- layers that follow the experts interface of transformers 5 ------------------------
 
 
 def experts_interface(
-    layer: nn.Module, hidden_states: T, top_k_index: T, top_k_weights: T
+    layer: nn.Module,
+    hidden_states: T,
+    top_k_index: T,
+    top_k_weights: T,
 ) -> T:
     """
     The ``forward`` of experts with the experts interface of transformers 5, of
@@ -94,25 +129,30 @@ def experts_interface(
     index = top_k_index.flatten().clamp(max=size)
     known = index.clamp(max=size - 1)
 
-    def linear(x: T, name: str) -> T:
-        y = grouped_linear(x, index, getattr(layer, name), not transposed)
+    def linear(rows: T, name: str) -> T:
+        outputs = grouped_linear(rows, index, getattr(layer, name), not transposed)
         bias = getattr(layer, f"{name}_bias", None)
-        return y if bias is None else y + bias[known]
+        if bias is None:
+            return outputs
+        return outputs + bias[known]
 
-    y = hidden_states.unsqueeze(1).expand(-1, choices, -1).flatten(0, 1)
+    rows = hidden_states.unsqueeze(1).expand(-1, choices, -1)
+    rows = rows.flatten(0, 1)
     if not getattr(layer, "has_gate", True):
-        y = layer.act_fn(linear(y, "up_proj"))
+        rows = layer.act_fn(linear(rows, "up_proj"))
     elif hasattr(layer, "_apply_gate"):
-        y = layer._apply_gate(linear(y, "gate_up_proj"))
+        rows = layer._apply_gate(linear(rows, "gate_up_proj"))
     else:
-        gate, up = linear(y, "gate_up_proj").chunk(2, dim=-1)
-        y = layer.act_fn(gate) * up
-    y = linear(y, "down_proj")
+        gate, values = linear(rows, "gate_up_proj").chunk(2, dim=-1)
+        rows = layer.act_fn(gate) * values
+    rows = linear(rows, "down_proj")
     if getattr(layer, "has_post_expert_norm", False):
-        y = layer.post_expert_norm(y)
+        rows = layer.post_expert_norm(rows)
+    # The weight of an index that stands for none may be anything.
     weights = torch.where(index < size, top_k_weights.flatten(), 0)
-    y = (y * weights.unsqueeze(-1)).unflatten(0, (-1, choices))
-    return y.sum(1).to(hidden_states.dtype)
+    rows = rows * weights.unsqueeze(-1)
+    rows = rows.unflatten(0, (-1, choices)).sum(1)
+    return rows.to(hidden_states.dtype)
 
 
 def register_with(
@@ -125,12 +165,18 @@ def register_with(
     """
 
     def dispatched(plain: Callable | None) -> Callable:
-        def forward(layer: nn.Module, hidden_states: T, *args: Any, **kwargs: Any) -> T:
-            spread = getattr(layer, "_is_expert_parallel", False)
-            own = plain or type(layer).forward.__wrapped__
-            if is_one_a_sample(hidden_states) and not spread:
-                own = experts_interface
-            return own(layer, hidden_states, *args, **kwargs)
+        def forward(
+            layer: nn.Module,
+            hidden_states: T,
+            *args: Any,
+            **kwargs: Any,
+        ) -> T:
+            # Where transformers' table has no entry, the class's own forward runs.
+            function = plain or type(layer).forward.__wrapped__
+            is_spread = getattr(layer, "_is_expert_parallel", False)
+            if is_one_a_sample(hidden_states) and not is_spread:
+                function = experts_interface
+            return function(layer, hidden_states, *args, **kwargs)
 
         return forward
 

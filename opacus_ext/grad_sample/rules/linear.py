@@ -21,53 +21,74 @@ from opacus_ext.grad_sample.rules.registry import (
 )
 
 T = torch.Tensor
-Found = list[tuple[Factor, ...]]
+Factors = list[tuple[Factor, ...]]
 
 
-def _linear(backprops: T, activations: T) -> Found:
+def _linear(backprops: T, activations: T) -> Factors:
     """Returns the factors of ``W [out, in]`` and its bias."""
     # Under autocast the op uses the cast input.
     return [(backprops, activations.to(backprops.dtype)), (backprops,)]
 
 
-def _product(backprops: T, activations: T) -> Found:
+def _product(backprops: T, activations: T) -> Factors:
     """Returns the factors of ``w [in, out]`` and of an added bias."""
     return [(activations.to(backprops.dtype), backprops), (backprops,)]
 
 
-def _stack(backprops: T, activations: T) -> Found:
+def _stack(backprops: T, activations: T) -> Factors:
     """Returns the factors of ``w [E, in, out]``, with ``x [E, rows, in]``."""
-    x, g = activations.to(backprops.dtype), backprops
-    size, rows = x.shape[2:4]
-    place = torch.arange(size, device=x.device).repeat_interleave(rows)
-    which = OneHot(place.repeat(x.shape[1]).expand(len(x), -1), size)
-    return [(which, x.flatten(1, 3), g.flatten(1, 3))]
+    samples, length, size, rows, _ = activations.shape
+    numbers = torch.arange(size, device=activations.device)
+    # Each row of the stack is multiplied by the matrix with the number of its block.
+    index = numbers.repeat_interleave(rows).repeat(length)
+    index = index.expand(samples, -1)
+    matrices = OneHot(index, size)
+    inputs = activations.to(backprops.dtype).flatten(1, 3)
+    return [(matrices, inputs, backprops.flatten(1, 3))]
 
 
 @register_rule(F.linear)
-def linear(input: T, weight: T, bias: T | None = None) -> Op | None:
+def linear(
+    input: T,
+    weight: T,
+    bias: T | None = None,
+) -> Op | None:
     """``y [*, out] = input [*, in] W^T + b``"""
-    if weight.dim() != 2 or bias is not None and bias.shape != weight.shape[:1]:
+    if weight.dim() != 2:
         return None
-    given = (weight, bias), (input,), _linear
-    return Op(*given, run_all=lambda params, x: F.linear(x, *params))
+    if bias is not None and bias.shape != weight.shape[:1]:
+        return None
+    return Op((weight, bias), (input,), _linear, run_all=_run_linear)
+
+
+def _run_linear(params: Sequence[T], inputs: T) -> T:
+    return F.linear(inputs, *params)
 
 
 @of_all(F.linear)
-def _linear_of_all(input: T, weight: T, bias: T | None = None) -> T:
+def _linear_of_all(
+    input: T,
+    weight: T,
+    bias: T | None = None,
+) -> T:
     """
     Runs all samples: vmap would take a layer that they share apart, and under autocast
     add a bias of float32, and return float32.
     """
-    if len(weight) == 1 and (bias is None or len(bias) == 1):
-        return F.linear(input, weight[0], None if bias is None else bias[0])
+    if len(weight) == 1:
+        if bias is None:
+            return F.linear(input, weight[0])
+        if len(bias) == 1:
+            return F.linear(input, weight[0], bias[0])
     if bias is None or weight.dim() != 3 or bias.dim() != 2:
         return NotImplemented
-    x, count = input, max(map(len, (input, weight, bias)))
-    rows = x.flatten(1, -2) if x.dim() > 2 else x.unsqueeze(1)
-    rows, weight = (y.expand(count, -1, -1) for y in (rows, weight.mT))
-    y = torch.baddbmm(bias.unsqueeze(1), rows, weight)  # autocast casts the bias, too
-    return y.view(count, *x.shape[1:-1], y.shape[2])
+    size = max(len(input), len(weight), len(bias))
+    rows = input.unsqueeze(1).flatten(1, -2)
+    rows = rows.expand(size, -1, -1)
+    weights = weight.mT.expand(size, -1, -1)
+    # Autocast casts all three, so that the result has the dtype of a sample alone.
+    outputs = torch.baddbmm(bias.unsqueeze(1), rows, weights)
+    return outputs.view(size, *input.shape[1:-1], outputs.shape[2])
 
 
 _op = library_op(
@@ -75,9 +96,14 @@ _op = library_op(
 )
 
 
-def _linear_in_compiled(input: T, weight: T, bias: T | None = None) -> T:
-    plain = bias is None or weight.dim() != 2 or bias.dim() != 1
-    return F.linear(input, weight, bias) if plain else _op(input, weight, bias)
+def _linear_in_compiled(
+    input: T,
+    weight: T,
+    bias: T | None = None,
+) -> T:
+    if bias is None or weight.dim() != 2 or bias.dim() != 1:
+        return F.linear(input, weight, bias)
+    return _op(input, weight, bias)
 
 
 IN_COMPILED[F.linear] = _linear_in_compiled
@@ -85,19 +111,34 @@ IN_COMPILED[F.linear] = _linear_in_compiled
 
 @register_rule(torch.addmm, T.addmm)
 def addmm(
-    input: T, mat1: T, mat2: T, *, beta: float = 1, alpha: float = 1
+    input: T,
+    mat1: T,
+    mat2: T,
+    *,
+    beta: float = 1,
+    alpha: float = 1,
 ) -> Op | None:
     """``y [*, out] = input [out] + mat1 [*, in] mat2 [in, out]``"""
     if beta != 1 or alpha != 1 or input.shape != mat2.shape[1:]:
         return None
-    given = (mat2, input), (mat1,), _product
-    return Op(*given, run_all=lambda params, x: F.linear(x, params[0].mT, params[1]))
+    return Op((mat2, input), (mat1,), _product, run_all=_run_addmm)
+
+
+def _run_addmm(params: Sequence[T], inputs: T) -> T:
+    weight, bias = params
+    return F.linear(inputs, weight.mT, bias)
 
 
 @register_rule(torch.matmul, T.matmul, T.__matmul__, torch.mm, T.mm)
-def matmul(input: T, other: T, **kwargs: Any) -> Op | None:
+def matmul(
+    input: T,
+    other: T,
+    **kwargs: Any,
+) -> Op | None:
     """``y [*, out] = x [*, in] w [in, out]``"""
-    return None if kwargs or other.dim() != 2 else Op((other,), (input,), _product)
+    if kwargs or other.dim() != 2:
+        return None
+    return Op((other,), (input,), _product)
 
 
 register_rule(T.__rmatmul__)(lambda self, other: matmul(other, self))
@@ -106,23 +147,30 @@ register_rule(T.__rmatmul__)(lambda self, other: matmul(other, self))
 @register_rule(torch.bmm, T.bmm)
 def bmm(input: T, mat2: T) -> Op | None:
     """``y[e] = input[e] mat2[e]``, where ``mat2`` is a parameter."""
-    return Op((mat2,), (input,), _stack, 3, (3,)) if mat2.requires_grad else None
+    if not mat2.requires_grad:
+        return None
+    return Op((mat2,), (input,), _stack, event_dims=3, data_dims=(3,))
 
 
 # -- norms -----------------------------------------------------------------------------
 
 
 def _layer_norm(
-    shape: Sequence[int], eps: float, backprops: T, x: T, *statistics: T
-) -> Found:
+    shape: Sequence[int],
+    eps: float,
+    backprops: T,
+    inputs: T,
+    *statistics: T,
+) -> Factors:
     """Returns the factors of a scale and a shift ``[*shape]``."""
     if statistics:
-        mean, rstd = statistics
-        normalized = (x - mean) * rstd
+        mean, inverse_std = statistics
+        normalized = (inputs - mean) * inverse_std
     else:
-        normalized = F.layer_norm(x, shape, eps=eps)
-    normalized = normalized.to(backprops.dtype)
-    return [((normalized * backprops).flatten(2),), (backprops.flatten(2),)]
+        normalized = F.layer_norm(inputs, shape, eps=eps)
+    # A scale's gradient is one number an entry: the factor covers all its axes.
+    of_scale = normalized.to(backprops.dtype) * backprops
+    return [(of_scale.flatten(2),), (backprops.flatten(2),)]
 
 
 @register_rule(F.layer_norm)
@@ -135,12 +183,19 @@ def layer_norm(
 ) -> Op:
     """Scale and shift ``[*normalized_shape]``."""
     shape = tuple(normalized_shape)
-    dims, factors = len(shape), partial(_layer_norm, shape, eps)
+    factors = partial(_layer_norm, shape, eps)
 
-    def run_all(params: Sequence[T | None], x: T) -> T:
-        return F.layer_norm(x, shape, params[0], params[1], eps)
+    def run_all(params: Sequence[T | None], inputs: T) -> T:
+        return F.layer_norm(inputs, shape, params[0], params[1], eps)
 
-    return Op((weight, bias), (input,), factors, dims, (dims,), run_all)
+    return Op(
+        params=(weight, bias),
+        data=(input,),
+        factors=factors,
+        event_dims=len(shape),
+        data_dims=(len(shape),),
+        run_all=run_all,
+    )
 
 
 def _compiled_layer_norm(*args: Any, **kwargs: Any) -> T:
@@ -154,9 +209,11 @@ IN_COMPILED[F.layer_norm] = _compiled_layer_norm
 def _with_statistics(*args: Any, **kwargs: Any) -> Op:
     """Saves what the compiler computes once for the layer and for the gradients."""
     op: Any = layer_norm(*args, **kwargs)
-    x, axes = upcast(op.data[0].detach()), [*range(-op.event_dims, 0)]
-    var, mean = torch.var_mean(x, axes, correction=0, keepdim=True)
-    data = *op.data, mean, torch.rsqrt(var + op.factors.args[1])
+    _, eps = op.factors.args
+    inputs = upcast(op.data[0].detach())
+    axes = list(range(-op.event_dims, 0))
+    variance, mean = torch.var_mean(inputs, axes, correction=0, keepdim=True)
+    data = *op.data, mean, torch.rsqrt(variance + eps)
     return op._replace(data=data, data_dims=3 * op.data_dims)
 
 
@@ -172,14 +229,18 @@ def group_norm(
     Normalizes the channels of all samples as the groups of one, in torch's kernel,
     whose gradients of scales and shifts are per-sample gradients then.
     """
-    x, size, channels = input, *input.shape[0:3:2]
-    if any(y is not None and len(y) > size for y in (weight, bias)):
-        return NotImplemented
-    joined = x.transpose(0, 1).flatten(1, 2)  # [N, B * channels, *space]
-    scale, shift = (
-        None if y is None else y.expand(size, channels).flatten()
-        for y in (weight, bias)
-    )
-    y = F.group_norm(joined, num_groups * size, scale, shift, eps)
-    y = y.unflatten(1, (size, channels)).transpose(0, 1)
-    return y.contiguous()  # as of a sample alone, who may take a view
+    size, _, channels = input.shape[:3]
+    params = []
+    for param in (weight, bias):
+        if param is not None:
+            # vmap runs samples that share the input, but not the parameters.
+            if len(param) > size:
+                return NotImplemented
+            param = param.expand(size, channels).flatten()
+        params.append(param)
+    rows = input.transpose(0, 1).flatten(1, 2)  # [N, B * channels, *space]
+    scale, shift = params
+    outputs = F.group_norm(rows, num_groups * size, scale, shift, eps)
+    outputs = outputs.unflatten(1, (size, channels))
+    # The model may take a view, as it may of the result for a sample alone.
+    return outputs.transpose(0, 1).contiguous()

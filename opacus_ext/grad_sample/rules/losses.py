@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch.nn import functional as F
 
@@ -24,16 +22,23 @@ def cross_entropy(
     label_smoothing: float = 0.0,
 ) -> T:
     """Runs torch's kernel for the rows of all samples, if targets are labels."""
-    legacy = size_average is not None or reduce is not None
-    known = reduction in ("none", "mean", "sum")  # others are torch's error
-    by_vmap = weight is not None or legacy or target.is_floating_point() or not known
-    if by_vmap or len(input) != len(target):
+    # torch's own error tells of another reduction.
+    is_known = reduction in ("none", "mean", "sum")
+    is_plain = weight is None and size_average is None and reduce is None
+    if not is_known or not is_plain or target.is_floating_point():
         return NotImplemented
-    kind: Any = dict(ignore_index=ignore_index, label_smoothing=label_smoothing)
-    logits, labels = (
-        x.flatten(0, 1) if input.dim() > 2 else x for x in (input, target)
+    if len(input) != len(target):
+        return NotImplemented
+    logits, labels = input, target
+    if input.dim() > 2:
+        logits, labels = input.flatten(0, 1), target.flatten(0, 1)
+    losses = F.cross_entropy(
+        logits,
+        labels,
+        reduction="none",
+        ignore_index=ignore_index,
+        label_smoothing=label_smoothing,
     )
-    losses = F.cross_entropy(logits, labels, reduction="none", **kind)
     losses = losses.view(target.shape)
     if reduction != "none":
         losses = _by_sample(losses)
@@ -42,6 +47,9 @@ def cross_entropy(
     return losses
 
 
-def _by_sample(x: T) -> T:
+def _by_sample(terms: T) -> T:
     """Returns the sum for each sample ``[B]``."""
-    return x.view(len(x)) if x.numel() == len(x) else x.flatten(1).sum(1)
+    # The sum of a single term would only be a copy.
+    if terms.numel() == len(terms):
+        return terms.view(len(terms))
+    return terms.flatten(1).sum(1)

@@ -9,7 +9,15 @@ exact, too: it is computed with one copy of the parameter for each sample.
 from __future__ import annotations
 
 import functools
-from typing import Any, Callable, NamedTuple, Optional, Sequence
+from typing import (
+    Any,
+    Callable,
+    ContextManager,
+    NamedTuple,
+    Optional,
+    Protocol,
+    Sequence,
+)
 
 import torch
 from torch.overrides import handle_torch_function, has_torch_function
@@ -69,7 +77,8 @@ def register_rule(*functions: Callable) -> Callable[[Rule], Rule]:
     """
 
     def decorator(rule: Rule) -> Rule:
-        RULES.update((f, (rule, *RULES.get(f, ()))) for f in functions)
+        for function in functions:
+            RULES[function] = (rule, *RULES.get(function, ()))
         return rule
 
     return decorator
@@ -84,7 +93,7 @@ def as_op(function: Callable) -> Callable:
 
     @functools.wraps(function)
     def op(*args: Any, **kwargs: Any) -> Any:
-        tensors = [x for x in args if isinstance(x, torch.Tensor)]
+        tensors = [value for value in args if isinstance(value, torch.Tensor)]
         if has_torch_function(tensors):
             return handle_torch_function(op, tensors, *args, **kwargs)
         return function(*args, **kwargs)
@@ -95,6 +104,38 @@ def as_op(function: Callable) -> Callable:
 # -- functions that are computed differently -------------------------------------------
 
 Handler = Callable[..., Any]
+
+
+class Group(ContextManager, Protocol):
+    """
+    What handlers use of a group of samples, which is :class:`~core.group.SampleGroup`.
+    In a ``with`` block it intercepts each op.
+    """
+
+    def is_batched(self, tensor: Any) -> bool:
+        """Returns True for a tensor of one sample among several."""
+
+    def call(
+        self,
+        func: Callable,
+        /,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """Calls a function by its rule, if it has one."""
+
+    def own(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Returns per-sample copies of a parameter; any other tensor as it is."""
+
+    def inner(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Returns the values of all samples ``[B, *shape]``."""
+
+    def outside(self) -> ContextManager:
+        """Leaves the vmap level for a block, where tensors hold all samples."""
+
+    def wrap(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Returns ``[B, *shape]`` as a tensor of one sample."""
+
 
 #: By function of torch: the function that a group of samples calls instead,
 #: ``handler(group, function, *args, **kwargs)``.
@@ -142,13 +183,21 @@ def library_op(schema: str, function: Callable, run: Callable) -> Callable:
     """
     name = schema.partition("(")[0]
 
-    def rule(info: Any, in_dims: tuple, *args: Any) -> tuple[torch.Tensor, int]:
-        tensors = [isinstance(x, torch.Tensor) for x in args]
-        given = [
-            x if not own else x[None] if dim is None else x.movedim(dim, 0)
-            for x, own, dim in zip(args, tensors, in_dims)
-        ]
-        return run(*given), 0
+    def rule(
+        info: Any,
+        in_dims: tuple,
+        *args: Any,
+    ) -> tuple[torch.Tensor, int]:
+        values = list(args)
+        for position, dim in enumerate(in_dims):
+            value = args[position]
+            if isinstance(value, torch.Tensor):
+                # A tensor that samples share is one row, as in :data:`OF_ALL`.
+                if dim is None:
+                    values[position] = value.unsqueeze(0)
+                else:
+                    values[position] = value.movedim(dim, 0)
+        return run(*values), 0
 
     _library.define(schema)
     _library.impl(name, function, "CompositeImplicitAutograd")
