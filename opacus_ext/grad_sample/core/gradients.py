@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import defaultdict
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from operator import attrgetter
 from typing import (
     Any,
     Callable,
@@ -39,6 +40,7 @@ FactorsFn = Callable[..., Sequence[tuple[Factor, ...]]]
 
 # Gradients with at most this many entries are bundled, which saves kernel launches.
 SMALL = 2**16
+_version = attrgetter("_version")
 UNSEEN = "a use of a parameter that is not seen (an autograd function)"
 
 
@@ -168,11 +170,13 @@ class Collector:
         show: Callable[[int, T], None] | None = None,
     ):
         params = tuple(params)
+        # Tensors are known by their ids: comparing them would compare their values.
         self.params = dict(zip(map(id, params), params))
         self.size, self.frees, self.bundles = size, frees, bundles
         self.mask, self.show = mask, show
         self.samples: GradSamples = {}
-        self._views: dict[int, View | None] = {}  # by the id of the value
+        # Views and computed values are known by the ids of their records.
+        self._views: dict[int, View | None] = {}
         self._computed: dict[int, tuple[ParameterValue, GradSample]] = {}
         self._bundles: dict[tuple, list[tuple[ParameterUse, T]]] = {}
         # Uses and computed values that are left of each parameter; uses of each value.
@@ -214,20 +218,26 @@ class Collector:
             return []
         if self.show is not None:
             self.show(id(use), backprops)
+        # Experts get samples of several processes, more than this group has.
+        size = self.size if use.size is None else use.size
         complete: list[T] = []
         for value, factors in use.of(backprops):
-            if self.mask is not None:
-                factors = self._masked(self.mask, factors)
+            # The compiler fuses only sums that read a tensor in common. So rows that
+            # are summed to gradients are masked before.
+            if self.mask is not None and len(factors) == 1:
+                rows = factors[0]
+                if isinstance(rows, T):
+                    factors = (rows * self.mask.to(rows.device)[:, None, None],)
             if value.key in self.params:
-                complete += self._add(value.tensor, factors, use.size)
+                complete += self._add(value.tensor, factors, size)
                 continue
             view = self._views[id(value)]
             # A rule may give factors of other dims than the view has.
             if view is not None and len(view.axes) in (0, len(factors)):
                 factors = _of_param(view, factors)
-                complete += self._add(view.parameter, factors, use.size)
+                complete += self._add(view.parameter, factors, size)
             else:
-                complete += self._add_computed(value, factors, use.size)
+                complete += self._add_computed(value, factors, size)
         return complete
 
     def _can_bundle(self, use: ParameterUse) -> bool:
@@ -244,25 +254,11 @@ class Collector:
                 return False
         return True
 
-    def _masked(self, mask: T, factors: tuple[Factor, ...]) -> tuple[Factor, ...]:
-        """
-        Masks the rows that are summed to gradients: the compiler fuses only sums that
-        read a tensor in common.
-        """
-        first = factors[0]
-        if len(factors) > 1 or not isinstance(first, T):
-            return factors
-        return (first * mask.to(first.device)[:, None, None],)
-
-    def _add(
-        self, parameter: T, factors: tuple[Factor, ...], size: int | None
-    ) -> list[T]:
+    def _add(self, parameter: T, factors: tuple[Factor, ...], size: int) -> list[T]:
         """Adds gradients of a parameter; returns it if these are complete."""
         key = id(parameter)
         sample = self.samples.get(key)
         if sample is None:
-            if size is None:
-                size = self.size
             sample = GradSample(parameter.shape, size)
             sample.mask = self.mask
             self.samples[key] = sample
@@ -273,14 +269,12 @@ class Collector:
         return [parameter]
 
     def _add_computed(
-        self, value: ParameterValue, factors: tuple[Factor, ...], size: int | None
+        self, value: ParameterValue, factors: tuple[Factor, ...], size: int
     ) -> list[T]:
         """Adds gradients of a value that was computed from parameters."""
         key = id(value)
         view = self._views[key]
         if key not in self._computed:
-            if size is None:
-                size = self.size
             self._computed[key] = value, GradSample(value.shape, size)
             # The value itself is one more use of the parameter, until it is pulled.
             if view is not None:
@@ -289,6 +283,7 @@ class Collector:
         self._of_value[key] -= 1
         if view is not None:
             self._left[id(view.parameter)] -= 1
+        # At the end of the backward pass, the freed parameters would be gone.
         if self.frees and not self._of_value[key]:
             return self._pull(*self._computed.pop(key))
         return []
@@ -307,16 +302,17 @@ class Collector:
 
     def _pull(self, value: ParameterValue, sample: GradSample) -> list[T]:
         """Backpropagates the gradients of a computed value to its parameters."""
+        # TF32 would round the gradients, which all else keeps exact.
         with full_precision(value.shared.device):
             grads = sample.materialize().to(value.tensor.dtype)
         leaves = [leaf for leaf in value.leaves() if id(leaf) in self.params]
         complete: list[T] = []
         if not leaves:
             return complete
-        for leaf, grad in zip(leaves, value.pull(leaves, grads)):
-            if grad is not None:
-                rows = grad.reshape(len(grad), 1, -1)
-                complete += self._add(leaf, (rows,), len(grad))
+        for leaf, gradient in zip(leaves, value.pull(leaves, grads)):
+            if gradient is not None:
+                rows = gradient.reshape(len(gradient), 1, -1)
+                complete += self._add(leaf, (rows,), len(gradient))
         return complete
 
     def _add_together(self, uses: list[tuple[ParameterUse, T]]) -> list[T]:
@@ -330,7 +326,7 @@ class Collector:
         if self.show is not None:
             self.show(id(first), backprops)
         complete: list[T] = []
-        used = [i for i, value in enumerate(first.values) if value is not None]
+        used = [index for index, value in enumerate(first.values) if value is not None]
         pairs = first._replace(data=data).of(backprops)
         for position, (value, factors) in zip(used, pairs):
             sample = GradSample(value.shape, count * self.size)
@@ -355,7 +351,7 @@ def _kind(use: ParameterUse, backprops: T) -> tuple:
     for tensor in (backprops, *use.data):
         key += tensor.shape, tensor.dtype, tensor.device
     for value in use.values:
-        key.append(value if value is None else value.shape)
+        key.append(value and value.shape)
     return tuple(key)
 
 
@@ -503,10 +499,10 @@ def run_backward(
     backprops, as soon as these are there.
     """
     roots, of_roots = [], []
-    for output, grad in zip(outputs, grads):
-        if grad is not None and output.requires_grad:
+    for output, gradient in zip(outputs, grads):
+        if gradient is not None and output.requires_grad:
             roots.append(output)
-            of_roots.append(grad)
+            of_roots.append(gradient)
     if not roots:
         return (), [None] * len(inputs)
     leaves: list[Any] = [*params, *inputs]
@@ -529,8 +525,9 @@ def run_backward(
     finally:
         for handle in handles:
             handle.remove()
-    for grad in of_leaves[: len(params)]:
-        if grad is not None:
+    # Gradients of all seen uses end at these. What reaches a parameter was not seen.
+    for gradient in of_leaves[: len(params)]:
+        if gradient is not None:
             raise NotAtOnce(UNSEEN)
     backprops = of_leaves[count:] if receive is None else ()
     return backprops, list(of_leaves[len(params) : count])
@@ -584,10 +581,10 @@ def _versions(params: Collection[T]) -> list[int]:
     if torch.compiler.is_compiling():
         return []
     try:
-        return [parameter._version for parameter in params]
+        return list(map(_version, params))
     except RuntimeError:
         # Tensors that were made in inference mode have no version.
-        return [0 if param.is_inference() else param._version for param in params]
+        return [0 if tensor.is_inference() else tensor._version for tensor in params]
 
 
 def gradients_alone(
@@ -618,9 +615,12 @@ def gradients_alone(
             roots, leaves, of_roots, retain_graph, allow_unused=True
         )
     dense = {}
-    for leaf, grad in zip(leaves, of_leaves):
-        if grad is not None:
-            dense[id(leaf)] = grad.to_dense() if grad.is_sparse else grad
+    for leaf, gradient in zip(leaves, of_leaves):
+        if gradient is None:
+            continue
+        if gradient.is_sparse:
+            gradient = gradient.to_dense()
+        dense[id(leaf)] = gradient
     return dense
 
 
@@ -640,9 +640,9 @@ def _gradients_by_hooks(
         leaf.grad = None
     arrived: dict[int, T] = {}
 
-    def arrive(leaf: T, grad: T) -> None:
+    def arrive(leaf: T, gradient: T) -> None:
         before = arrived.get(id(leaf))
-        arrived[id(leaf)] = grad if before is None else grad + before
+        arrived[id(leaf)] = gradient if before is None else gradient + before
 
     def clear(leaf: T) -> None:
         leaf.grad = None
@@ -657,8 +657,8 @@ def _gradients_by_hooks(
     finally:
         for handle in handles:
             handle.remove()
-        for leaf, grad in kept.values():
-            leaf.grad = grad
+        for leaf, gradient in kept.values():
+            leaf.grad = gradient
     return [arrived.get(id(leaf)) for leaf in leaves]
 
 
@@ -669,8 +669,9 @@ def graph_of(roots: Iterable[T | GradientEdge]) -> tuple[list[T], bool]:
     """
     nodes: list[Any] = []
     for root in roots:
-        edge = get_gradient_edge(root) if isinstance(root, T) else root
-        nodes.append(edge.node)
+        if isinstance(root, T):
+            root = get_gradient_edge(root)
+        nodes.append(root.node)
     leaves: list[T] = []
     has_functions = False
     seen: set[Any] = {None}
