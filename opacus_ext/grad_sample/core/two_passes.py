@@ -44,10 +44,11 @@ def add_in_two_passes(
     one_pass = functools.partial(_one_pass, group, outputs, grads, params, inputs)
     with full_precision(total.norms.device):
         norms = total.group_norms(group.size, keep=False)
-        positions = {id(parameter): i for i, parameter in enumerate(total.params)}
+        keys = list(map(id, total.params))
         small: GradSamples = {}
 
         def measure(parameter: T, sample: GradSample) -> None:
+            # This clears all but small gradients, whose norms are left for the end.
             norms.add(parameter, sample)
             small[id(parameter)] = sample
 
@@ -59,8 +60,9 @@ def add_in_two_passes(
             wide: GradSamples = {}
 
             def widen(parameter: T, sample: GradSample) -> None:
-                if id(parameter) in positions and norms.rows_of(parameter) is not None:
-                    wide[id(parameter)] = norms.wide(parameter, sample, samples)
+                key = id(parameter)
+                if key in keys and norms.rows_of(parameter) is not None:
+                    wide[key] = norms.wide(parameter, sample, samples)
 
             one_pass(widen)
             return norms.exact(samples, wide)
@@ -80,11 +82,12 @@ def add_in_two_passes(
                 sample.drop(clipped.apart[samples])
             weights = factors
             if total.per_parameter:
-                weights = factors[positions[key]]
+                weights = factors[keys.index(key)]
             sums[key] = sample.weighted_sum(weights[samples].to(parameter.device))
 
         second = Prints()
         of_inputs = one_pass(add, second)
+        # Norms of other gradients would not bound the sum.
         if first.differ_from(second):
             raise Refused(
                 "Two backward passes through the model gave other gradients (a hook or "
@@ -93,8 +96,7 @@ def add_in_two_passes(
                 remedy='Use grad_sample_mode="ghost_bk" or "hooks".',
             )
         total.reached |= bool(sums)
-        of_params = [sums.get(id(parameter)) for parameter in total.params]
-        total.put(clipped.join(of_params))
+        total.put(clipped.join(list(map(sums.get, keys))))
         return of_inputs
 
 
@@ -112,7 +114,9 @@ def _one_pass(
     these are complete.
     """
     frees = group.frees_parameters
-    show = None if prints is None else prints.add
+    show = None
+    if prints is not None:
+        show = prints.add
     collector = Collector(params, group.size, group.uses, frees, show=show)
     samples = collector.samples
 
@@ -149,7 +153,8 @@ class Prints:
     """
 
     def __init__(self) -> None:
-        self._prints: dict[int, T] = {}  # [B, _SIGNS]
+        # Rows of signs' products ``[B, _SIGNS]``.
+        self._prints: dict[int, T] = {}
         self._tolerances: list[float] = []
 
     def add(self, key: int, backprops: T) -> None:
