@@ -76,8 +76,10 @@ class BranchesDiffer(Exception):
 class SampleGroup(TorchFunctionMode):
     """Samples that run together; it records each use of the parameters ``params``."""
 
-    frees_parameters = False  # True if their memory is freed in the backward pass
-    eager = True  # False in compiled code, which can't leave the vmap level
+    # True if the memory of parameters is freed in the backward pass.
+    frees_parameters = False
+    # Compiled code, where this is False, can't leave the vmap level.
+    eager = True
     is_batched = staticmethod(is_batched)
 
     def __init__(self, params: Iterable[T], size: int):
@@ -85,7 +87,8 @@ class SampleGroup(TorchFunctionMode):
         self.params = set(map(id, params))
         self.size = size
         self.uses: list[ParameterUse] = []
-        self.read_data = False  # True if the code has read a value of the data
+        # True if the code has read a value of the data.
+        self.read_data = False
         # True if code of others got samples that are not batched: the vmap rule of an
         # op or an autograd function, or what may be one.
         self.runs_others = False
@@ -96,7 +99,8 @@ class SampleGroup(TorchFunctionMode):
         self.level = Level(size)
         self.wrap = self.level.wrap
         self._packing = self.eager and saved_tensor_hooks()
-        self._random: Any = None  # states of torch's generators after the last draw
+        # The states of torch's generators after the last draw.
+        self._random: Any = None
 
     # -- batched and shared tensors ----------------------------------------------------
 
@@ -250,10 +254,10 @@ class SampleGroup(TorchFunctionMode):
             with self:
                 return decomposed(function)(*args, **kwargs)
         if not batched:
-            made = function(*args, **kwargs)
+            result = function(*args, **kwargs)
             # If the result is batched, the op has drawn random numbers for each sample.
-            if not _any_batched((made,)):
-                return self.made(function, args, kwargs, made)
+            if not _any_batched((result,)):
+                return self.made(function, args, kwargs, result)
         self.check_in_place(function, args, shared)
         copies = {key: self.copy(tensor) for key, tensor in shared.items()}
         return call_with(copies, partial(self.run_op, function), args, kwargs)
@@ -263,12 +267,12 @@ class SampleGroup(TorchFunctionMode):
     ) -> Any:
         """Runs an op of leaves that are not among the parameters, as constants."""
         constants = {id(leaf): leaf.detach() for leaf in leaves}
-        made = call_with(constants, partial(self.call, function), args, kwargs)
+        result = call_with(constants, partial(self.call, function), args, kwargs)
         # A new layer that the forward makes, and may drop, is initialized first.
         initializes = changes_in_place(function) and args[0] is leaves[0]
-        if isinstance(made, (T, list, tuple)) and not initializes:
+        if isinstance(result, (T, list, tuple)) and not initializes:
             self.check_leaves(leaves)
-        return made
+        return result
 
     def run_op(self, function: Callable, /, *args: Any, **kwargs: Any) -> Any:
         """Runs an op without parameters: as one op of all samples, if that is known."""
@@ -285,18 +289,18 @@ class SampleGroup(TorchFunctionMode):
     def _rows_of(self, arguments: Sequence[Any]) -> list[Any]:
         """Returns arguments with a row for each sample; none if no one is batched."""
         rows, shared, has_batched = [*arguments], [], False
-        for i, argument in enumerate(arguments):
+        for position, argument in enumerate(arguments):
             if type(argument) in _NO_TENSORS or not isinstance(argument, T):
                 continue
             if is_batched(argument):
                 has_batched = True
-                rows[i] = self.level.unwrap(argument)
+                rows[position] = self.level.unwrap(argument)
             else:
-                shared.append(i)
+                shared.append(position)
         if not has_batched:
             return []
-        for i in shared:
-            rows[i] = rows[i][None]
+        for position in shared:
+            rows[position] = rows[position][None]
         return rows
 
     def check_in_place(self, function: Callable, args: tuple, shared: dict) -> None:
@@ -304,9 +308,9 @@ class SampleGroup(TorchFunctionMode):
         if args and changes_in_place(function) and id(args[0]) in shared:
             raise NotAtOnce("a value computed from parameters that data change")
 
-    def made(self, function: Callable, args: tuple, kwargs: dict, made: Any) -> Any:
+    def made(self, function: Callable, args: tuple, kwargs: dict, result: Any) -> Any:
         """Called with each op of parameters without data; returns its result."""
-        return made
+        return result
 
     def constants(self, shared: dict[int, T]) -> list[T]:
         """Returns the leaves that are not among the parameters."""
@@ -355,7 +359,7 @@ class SampleGroup(TorchFunctionMode):
             return None
         pairs: Any = zip(op.params, keys)
         return tuple(
-            [self.value(p, key) if key in shared else None for p, key in pairs]
+            [self.value(param, key) if key in shared else None for param, key in pairs]
         )
 
     def by_rule(
@@ -375,7 +379,9 @@ class SampleGroup(TorchFunctionMode):
             return None
         data: Sequence[T] = op.data
         if True in map(_requires_grad, data):
-            data = [self.copy(x) if id(x) in shared else x for x in data]
+            data = [
+                self.copy(tensor) if id(tensor) in shared else tensor for tensor in data
+            ]
         run_all = op.run_all if True in map(is_batched, data) else None
         if run_all is None:
             output = call_with(swapped(op, values, data), function, args, kwargs)
@@ -389,7 +395,9 @@ class SampleGroup(TorchFunctionMode):
                 output = self.inner(output)
             else:
                 pairs = zip(op.params, values)
-                params = [p if value is None else value.shared for p, value in pairs]
+                params = [
+                    param if value is None else value.shared for param, value in pairs
+                ]
                 output = run_all(params, *data)
             if output.dtype.is_complex:
                 return None
@@ -442,7 +450,9 @@ class SampleGroup(TorchFunctionMode):
         output = renewed(output, output.shape)
         node: Any = output.grad_fn
         edge, versions = GradientEdge(node, 0), tuple(map(_version, data))
-        data_rows = tuple([x.ndim - 1 - dims for x, dims in zip(data, data_dims)])
+        data_rows = tuple(
+            [tensor.ndim - 1 - dims for tensor, dims in zip(data, data_dims)]
+        )
         rows = output.ndim - 1 - event_dims
         use = ParameterUse(
             values, factors, rows, data, data_rows, versions, edge, source
@@ -498,30 +508,32 @@ def swapped(
     op: Op, values: Sequence[ParameterValue | None], data: Sequence[T]
 ) -> dict[int, T]:
     """Returns what an op is called with instead of its parameters and shared data."""
-    swap = {}
+    replaced = {}
     for tensor, other in zip(op.data, data):
         if tensor is not other:
-            swap[id(tensor)] = other
+            replaced[id(tensor)] = other
     for value in values:
         if value is not None:
-            swap[id(value.tensor)] = value.shared
-    return swap
+            replaced[id(value.tensor)] = value.shared
+    return replaced
 
 
-def call_with(swap: dict[int, T], function: Callable, args: tuple, kwargs: dict) -> Any:
+def call_with(
+    replaced: dict[int, T], function: Callable, args: tuple, kwargs: dict
+) -> Any:
     """Calls a function with some tensors replaced, by their ids."""
     if kwargs:
-        kwargs = dict(zip(kwargs, _swapped([*kwargs.values()], swap)))
-    return function(*_swapped(args, swap), **kwargs)
+        kwargs = dict(zip(kwargs, _swapped([*kwargs.values()], replaced)))
+    return function(*_swapped(args, replaced), **kwargs)
 
 
-def _swapped(args: tuple | list, swap: dict[int, T]) -> Any:
+def _swapped(args: tuple | list, replaced: dict[int, T]) -> Any:
     """Replaces tensors in arguments, and in lists of these."""
     arguments = []
     for argument in args:
         if isinstance(argument, T):
-            argument = swap.get(id(argument), argument)
+            argument = replaced.get(id(argument), argument)
         elif type(argument) in _LISTS:
-            argument = _swapped(argument, swap)
+            argument = _swapped(argument, replaced)
         arguments.append(argument)
     return type(args)(arguments)
