@@ -54,6 +54,7 @@ class Samples(NamedTuple):
 
     def select(self, index: T) -> Samples:
         """Returns the samples at some indices."""
+        # All samples in their order need no copies.
         if len(index) == self.size and bool((index[1:] > index[:-1]).all()):
             return self
         leaves = self._map(lambda leaf: leaf[index.to(leaf.device)])
@@ -75,6 +76,7 @@ class Samples(NamedTuple):
         tree = pytree.tree_unflatten(self._map(function), self.spec)
         if self.like is None:
             return tree
+        # A copy keeps the type and other attributes, such as those of a BatchEncoding.
         sample = copy.copy(self.like)
         sample.data = tree
         return sample
@@ -100,7 +102,7 @@ def samples_of(batch: Any, take: Take | None = None) -> tuple[list[Samples], int
     # A mapping of a type that pytree does not know would be a leaf.
     if isinstance(batch, Mapping) and type(batch) not in pytree.SUPPORTED_NODES:
         batch = dict(batch)
-    paths, spec = pytree.tree_flatten_with_path(batch)
+    paths, structure = pytree.tree_flatten_with_path(batch)
     size = _size_of(paths)
     leaves = [leaf for _, leaf in paths]
     tensors = [leaf.detach() for leaf in leaves if isinstance(leaf, T)]
@@ -112,12 +114,13 @@ def samples_of(batch: Any, take: Take | None = None) -> tuple[list[Samples], int
     for position, is_tensor in enumerate(by_sample):
         if is_tensor:
             leaves[position] = next(apart).unsqueeze(1)
-    return [Samples(None, leaves, by_sample, spec, size, like)], size
+    return [Samples(None, leaves, by_sample, structure, size, like)], size
 
 
 def _size_of(paths: Sequence[tuple[tuple, Any]]) -> int:
     """Returns the first dim that all tensors of a batch have; refuses other leaves."""
-    names: dict[int, str] = {}  # by first dim; -1 and -2 for leaves that have none
+    # One leaf for each first dim is named; leaves without one have -1 or -2.
+    names: dict[int, str] = {}
     for path, leaf in paths:
         name = pytree.keystr(path) or "batch"
         if isinstance(leaf, T) and leaf.layout is torch.strided and not leaf.is_nested:
@@ -192,12 +195,12 @@ def _taken(batch: Any, take: Take) -> tuple[list[Samples], int]:
     flat = [pytree.tree_flatten(item) for item in _apart(items)]
     # The numbers of the samples that can run together.
     kinds: dict[Hashable, list[int]] = {}
-    for number, (leaves, spec) in enumerate(flat):
-        kind = _kind_of(leaves, spec, number)
+    for number, (leaves, structure) in enumerate(flat):
+        kind = _kind_of(leaves, structure, number)
         kinds.setdefault(kind, []).append(number)
     samples = []
     for numbers in kinds.values():
-        leaves, spec = flat[numbers[0]]
+        leaves, structure = flat[numbers[0]]
         by_sample = [isinstance(leaf, T) for leaf in leaves]
         columns = zip(*(flat[number][0] for number in numbers))
         for position, column in enumerate(columns):
@@ -208,7 +211,7 @@ def _taken(batch: Any, take: Take) -> tuple[list[Samples], int]:
         rows = None
         if len(kinds) > 1:
             rows = torch.tensor(numbers)
-        samples.append(Samples(rows, leaves, by_sample, spec, len(numbers)))
+        samples.append(Samples(rows, leaves, by_sample, structure, len(numbers)))
     return samples, len(items)
 
 
@@ -217,6 +220,7 @@ def _apart(items: list[Any]) -> list[Any]:
     seen: set[int] = set()
 
     def separate(leaf: Any) -> Any:
+        # Arrays of several samples may be views of one.
         if isinstance(leaf, np.ndarray):
             return leaf.copy()
         if isinstance(leaf, T) or key_of(leaf) is not None or isinstance(leaf, _CODE):
@@ -241,9 +245,9 @@ def _copied(leaf: object) -> Any:
         ) from error
 
 
-def _kind_of(leaves: list[Any], spec: pytree.TreeSpec, number: int) -> Hashable:
+def _kind_of(leaves: list[Any], structure: pytree.TreeSpec, number: int) -> Hashable:
     """Returns a key that is equal for samples that run together."""
-    keys: list[Hashable | None] = [key_of_tree(spec)]
+    keys: list[Hashable | None] = [key_of_tree(structure)]
     for leaf in leaves:
         if isinstance(leaf, T):
             keys.append((leaf.shape, leaf.dtype, leaf.device))
@@ -255,8 +259,10 @@ def _kind_of(leaves: list[Any], spec: pytree.TreeSpec, number: int) -> Hashable:
     return tuple(keys)
 
 
+# Samples may share code, modules and classes: a copy would not be the same object.
 _CODE = type, ModuleType, FunctionType, BuiltinFunctionType, nn.Module
-_BEYOND = 8  # how many items behind the last one are tried at least
+# At least so many items behind the last one are tried.
+_BEYOND = 8
 
 
 def _items(batch: Any, take: Take) -> Iterator[Any]:
@@ -312,6 +318,7 @@ def take_of_call(take: Take) -> Take:
             )
         return min(sizes)
 
+    # Without a size, a batch ends where `take` fails.
     if hasattr(take, "size"):
         vars(take_both)["size"] = size
     return take_both
@@ -379,6 +386,7 @@ def in_groups(
             chunks = torch.arange(part.size).split(microbatch)
             todo.extendleft(map(part.select, reversed(chunks)))
             continue
+        # Samples that fail together may have written to themselves before.
         if part.size > 1 and not one_by_one:
             before = written(part)
             try:
@@ -435,6 +443,7 @@ def put_back(before: list[tuple[T, int, T | None]]) -> None:
     for leaf, count, kept in before:
         if version(leaf) == count:
             continue
+        # An output of a model was not copied, as it is large.
         if kept is None:
             raise Refused(
                 f"A tensor of shape {tuple(leaf.shape)} that a model has computed was "
@@ -497,11 +506,13 @@ def ask(
 )
 def ask_rest(group: SampleGroup, function: Callable, *args: Any, **kwargs: Any) -> T:
     """Uses values that all samples share as later arguments, such as shapes."""
+    # The first argument is a tensor with samples, but for functions that make one.
     first = 0 if function in (torch.arange, torch.linspace) else 1
     shared = _agreed(group, args[first:])
     return group.call(function, *args[:first], *shared, **_agreed(group, kwargs))
 
 
+# Arguments of these types are most frequent, and the same for all samples.
 _NUMBERS = {int, float, type(None), type(...), torch.dtype, torch.device, bool}
 
 
@@ -549,6 +560,7 @@ def setitem(
 ) -> Any:
     """Handles masks; a single value is written without comparing them."""
     if _is_mask(index) and not (isinstance(value, T) and value.dim()):
+        # The shape of the result does not depend on a mask that only fills.
         with group:
             missing = tensor.dim() - index.dim()
             mask = index.reshape(index.shape + (1,) * missing)
@@ -577,6 +589,7 @@ def _agreed_index(group: SampleGroup, index: Any) -> Any:
 @handles(*_both("equal", "allclose"), T.__contains__)
 def compare(group: SampleGroup, function: Callable, *args: Any, **kwargs: Any) -> bool:
     """Handles comparisons of tensors that return a bool."""
+    # In the block, the group is asked for the one bool of all samples.
     with group:
         if function is T.__contains__:
             return bool((args[0] == args[1]).any())
