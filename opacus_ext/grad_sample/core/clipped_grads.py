@@ -9,7 +9,7 @@ from typing import Any, Callable, Mapping, NamedTuple, Sequence
 import numpy as np
 import torch
 from torch.distributed.fsdp import FSDPModule
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from torch.utils.weak import WeakIdKeyDictionary
 
 from opacus_ext.clipping import as_clipping_function, check_parameters
@@ -176,12 +176,15 @@ def clipped_grads(
         >>> from opacus_ext import clipped_grads
         >>> weight = torch.ones(2, requires_grad=True)
         >>> x = torch.tensor([[3.0, 4.0], [0.3, 0.4]])
-        >>> found = clipped_grads(lambda x: (x @ weight).sum(), {"w": weight}, x, 1.0)
-        >>> found.sums["w"], found.norms
+        >>> result = clipped_grads(lambda x: (x @ weight).sum(), {"w": weight}, x, 1.0)
+        >>> result.sums["w"], result.norms
         (tensor([0.9000, 1.2000]), tensor([5.0000, 0.5000]))
     """
-    shards = _shards_of(params) if isinstance(params, FSDPModule) else None
-    every: Mapping[str, T] = params if shards is None else shards.gathered
+    shards = None
+    every: Mapping[str, T] = params
+    if isinstance(params, FSDPModule):
+        shards = _shards_of(params)
+        every = shards.gathered
     trained = _trained(every, microbatch)
     clip = as_clipping_function(clipping)
     check_parameters(clip, len(trained))
@@ -195,16 +198,17 @@ def clipped_grads(
         left_out = take is None, microbatch is None, on_nonfinite == "drop"
         check_compiled(left_out)
         return _clipped_traced(loss, trained, samples[0], clip)
-    given = trained, size, clip, on_nonfinite
-    total = ClippedSum(*given)
-    run = _Losses(loss, trained, total)
-    if shards is not None:
-        total = sharded_sum(shards.gathered, shards.own, *given[1:])
-        run = _ShardedLosses(shards.processes, loss, trained, total)
-    losses, aux = run.compute(samples, microbatch)
-    if shards is None:  # other processes may have reached some
+    if shards is None:
+        total = ClippedSum(trained, size, clip, on_nonfinite)
+        run = _Losses(loss, trained, total)
+        losses, auxiliary = run.compute(samples, microbatch)
         refuse_no_graph(total, size)
-    return ClippedGrads(total.sums(), total.norms, losses, aux)
+    else:
+        # A loss without a graph is not refused: other processes may have others.
+        total = sharded_sum(every, shards.own, size, clip, on_nonfinite)
+        run = _ShardedLosses(shards.processes, loss, trained, total)
+        losses, auxiliary = run.compute(samples, microbatch)
+    return ClippedGrads(total.sums(), total.norms, losses, auxiliary)
 
 
 def per_sample_grads(
@@ -233,9 +237,9 @@ def per_sample_grads(
     trained = _trained(params, microbatch)
     samples, size = samples_of(batch, take)
     total = DenseGrads(trained, size)
-    losses, aux = _Losses(loss, trained, total).compute(samples, microbatch)
+    losses, auxiliary = _Losses(loss, trained, total).compute(samples, microbatch)
     refuse_no_graph(total, size)
-    return PerSampleGrads(total.grads(), losses, aux)
+    return PerSampleGrads(total.grads(), losses, auxiliary)
 
 
 def _trained(params: Mapping[str, T], microbatch: int | None) -> dict[str, T]:
@@ -252,22 +256,27 @@ def _trained(params: Mapping[str, T], microbatch: int | None) -> dict[str, T]:
             parameter="microbatch",
         )
     refuse_tensor_parallel(params)
-    trained = {n: p for n, p in params.items() if p.requires_grad}
+    trained = {}
+    for name, parameter in params.items():
+        if parameter.requires_grad:
+            trained[name] = parameter
     names: dict[int, str] = {}
-    if not torch.compiler.is_compiling():  # where no hook is called
+    # Compiled code calls no hook.
+    if not torch.compiler.is_compiling():
         refuse_hooks(trained.items())
-    for name, p in trained.items():
-        if names.setdefault(id(p), name) != name:
+    for name, parameter in trained.items():
+        other = names.setdefault(id(parameter), name)
+        if other != name:
             raise Refused(
-                f"{names[id(p)]} and {name} are one tensor, whose gradient would be "
+                f"{other} and {name} are one tensor, whose gradient would be "
                 "clipped and released twice.",
                 parameter=name,
                 remedy="Leave one of the names out: dict(model.named_parameters()) has "
                 "each tensor once.",
             )
-        if p.is_complex() or not p.is_leaf:
+        if parameter.is_complex() or not parameter.is_leaf:
             raise Refused(
-                f"{name} is {'complex' if p.is_complex() else 'no leaf'}.",
+                f"{name} is {'complex' if parameter.is_complex() else 'no leaf'}.",
                 parameter=name,
                 remedy="Give the leaves that it is computed from, all of them real.",
             )
@@ -280,6 +289,25 @@ def _trained(params: Mapping[str, T], microbatch: int | None) -> dict[str, T]:
     return trained
 
 
+class _GroupLosses(NamedTuple):
+    """
+    What the losses of a group have returned.
+
+    Attributes:
+        rows: indices of the samples in the batch; None for all
+        tensors: losses ``[n]`` and auxiliary values ``[n, ...]``, detached
+        structure: structure of the auxiliary values
+    """
+
+    rows: T | None
+    tensors: list[T]
+    structure: TreeSpec
+
+    def form(self) -> tuple[TreeSpec, list[torch.Size]]:
+        """Returns what must be equal for all groups."""
+        return self.structure, [tensor.shape[1:] for tensor in self.tensors]
+
+
 class _Losses:
     """The losses of one call, whose gradients are added to ``total``."""
 
@@ -290,11 +318,11 @@ class _Losses:
     ):
         self.loss, self.total = loss, total
         self.names, self.params = list(params), list(params.values())
-        # By group: indices, losses with auxiliary values, and the tree of these.
-        self._groups: list[tuple[T | None, list[T], Any]] = []
+        self._groups: list[_GroupLosses] = []
 
     def compute(self, samples: list[Samples], microbatch: int | None) -> tuple[T, Any]:
         """Returns losses ``[B]`` and auxiliary values ``[B, ...]``."""
+        # A function that is made anew for each batch has the same code.
         code = getattr(self.loss, "__code__", type(self.loss))
         alone = _alone.setdefault(self.params[0], set())
 
@@ -302,77 +330,78 @@ class _Losses:
             alone.add(code)
             warn_one_by_one("The loss", reason)
 
-        way: dict = dict(microbatch=microbatch, one_by_one=code in alone, warn=warn)
         with unchanged(self.params):
-            self.run(samples, **way)
+            self.run(
+                samples, microbatch=microbatch, one_by_one=code in alone, warn=warn
+            )
         if not self._groups:
             first = self.params[0]
             return torch.zeros(0, dtype=first.dtype, device=first.device), None
-        kinds = [(spec, [x.shape[1:] for x in xs]) for _, xs, spec in self._groups]
-        if any(kind != kinds[0] for kind in kinds):
+        rows, columns, structures = zip(*self._groups)
+        form = self._groups[0].form()
+        if any(group.form() != form for group in self._groups):
             raise Refused(
                 "The auxiliary values of some samples have another structure or shape "
                 "than those of others.",
                 parameter="loss",
                 remedy="Return the same from each sample, padded if need be.",
             )
-        rows, found, specs = zip(*self._groups)
-        whole = list(found[0])
+        losses, *auxiliary = columns[0]
+        # Groups hold samples in any order.
         if rows[0] is not None:
-            order = torch.cat([x.cpu() for x in rows]).argsort()
-            whole = [torch.cat(xs)[order.to(xs[0].device)] for xs in zip(*found)]
-        return whole[0], tree_unflatten(whole[1:], specs[0]) if whole[1:] else None
+            order = torch.cat([part.cpu() for part in rows]).argsort()
+            joined = map(torch.cat, zip(*columns))
+            losses, *auxiliary = [x[order.to(x.device)] for x in joined]
+        return losses, tree_unflatten(auxiliary, structures[0]) if auxiliary else None
 
-    def run(self, samples: list[Samples], **way: Any) -> None:
+    def run(self, samples: list[Samples], **how: Any) -> None:
         """Runs all samples in groups."""
-        in_groups(samples, self.at_once, self.one, **way)
+        in_groups(samples, self.at_once, self.one, **how)
 
     def at_once(self, samples: Samples) -> None:
         """Runs samples under vmap."""
         group = self.group(self.params, samples.size)
         with torch.enable_grad(), group.level:
             sample = samples.tree(group.wrap)
-            found, spec = _loss_and_aux(group.watch(partial(self.loss, sample)))
-            losses, *aux = map(group.inner, found)
-            del sample, found
+            values, structure = _loss_and_aux(group.watch(partial(self.loss, sample)))
+            losses, *auxiliary = map(group.inner, values)
+            # Tensors of the vmap level must not outlive it.
+            del sample, values
         with no_autocast():
-            self.add_group(samples, group, losses)
-        self._keep(samples.rows, [losses, *aux], spec)
+            ones = torch.ones_like(losses)
+            self.total.add_group(samples.rows, group, [losses], [ones], self.params)
+        self._keep(samples.rows, [losses, *auxiliary], structure)
 
-    def one(self, samples: Samples, i: int) -> None:
+    def one(self, samples: Samples, number: int) -> None:
         """Runs one sample by plain autograd."""
-        rows = torch.arange(samples.size) if samples.rows is None else samples.rows
+        rows = samples.rows
+        if rows is None:
+            rows = torch.arange(samples.size)
+        row = rows[number : number + 1]
         with torch.enable_grad():
-            found, spec = _loss_and_aux(self.loss(samples.alone(i)))
+            values, structure = _loss_and_aux(self.loss(samples.alone(number)))
         with no_autocast():
-            self.add_one(rows[i : i + 1], found[0])
-        self._keep(rows[i : i + 1], [x[None] for x in found], spec)
+            losses, ones = values[:1], [torch.ones_like(values[0])]
+            gradients = gradients_alone(losses, ones, self.params, self.names)
+            self.total.add_one(int(row), gradients)
+        self._keep(row, [value[None] for value in values], structure)
 
-    def add_group(self, samples: Samples, group: SampleGroup, losses: T) -> None:
-        """Adds the gradients of a group."""
-        ones = torch.ones_like(losses)
-        self.total.add_group(samples.rows, group, [losses], [ones], self.params)
-
-    def add_one(self, row: T, loss: T) -> None:
-        """Adds the gradient of one sample."""
-        given = [loss], [torch.ones_like(loss)], self.params, self.names
-        self.total.add_one(int(row), gradients_alone(*given))
-
-    def _keep(self, rows: T | None, found: list[T], spec: Any) -> None:
-        self._groups.append((rows, [x.detach() for x in found], spec))
+    def _keep(self, rows: T | None, tensors: list[T], structure: TreeSpec) -> None:
+        detached = [tensor.detach() for tensor in tensors]
+        self._groups.append(_GroupLosses(rows, detached, structure))
 
 
 class _ShardedLosses(_Losses):
     """The losses of one call in one of several processes, which have shards."""
 
-    def __init__(self, processes: Processes, *given: Any):
-        super().__init__(*given)
+    def __init__(self, processes: Processes, *args: Any):
+        super().__init__(*args)
         self.processes = processes
         self.group = partial(ShardedGroup, processes)
 
-    def run(self, samples: list[Samples], **way: Any) -> None:
+    def run(self, samples: list[Samples], **how: Any) -> None:
         """Runs all samples in rounds of all processes."""
-        if way.pop("microbatch") is not None or not samples:
+        if how.pop("microbatch") is not None or not samples:
             raise Refused(
                 "clipped_grads of a model sharded by fully_shard takes no microbatch=, "
                 "and no batch without samples from take=.",
@@ -380,17 +409,19 @@ class _ShardedLosses(_Losses):
                 remedy="Leave it out; tensors [0, ...] are a batch without samples.",
             )
         self.loss = partial(self.processes.forward, self.loss)
-        self.processes.run(samples, self.at_once, self.one, **way)
+        self.processes.run(samples, self.at_once, self.one, **how)
 
-    def _keep(self, rows: T | None, *given: Any) -> None:
+    def _keep(self, rows: T | None, tensors: list[T], structure: TreeSpec) -> None:
+        # A sample of zeros that stands in has row -1, and no loss of this process.
         if rows is None or int(rows[0]) >= 0:
-            super()._keep(rows, *given)
+            super()._keep(rows, tensors, structure)
 
 
+# A model has its shards for as long as it lives: they register hooks on its modules.
 _shards: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
-def _shards_of(module: Any) -> Shards:
+def _shards_of(module: FSDPModule) -> Shards:
     """Returns the shards of a model, the same in each call."""
     if module not in _shards:
         _shards[module] = Shards(module)
@@ -402,43 +433,48 @@ def _clipped_traced(
 ) -> ClippedGrads:
     """Computes :func:`clipped_grads` in compiled code."""
     values, size = list(params.values()), samples.size
-    if not size:  # a program of its own: torch.vmap needs samples
+    # torch.vmap needs samples: an empty batch has a program of its own.
+    if not size:
         norms = values[0].new_zeros(0, dtype=dtype_of(values[0].dtype))
         sums = sums_by_name(params, [None] * len(values))
         return ClippedGrads(sums, norms, values[0].new_zeros(0))
-    specs = []
+    structures = []
 
-    def call(sample: Any) -> list[T]:
-        found, spec = _loss_and_aux(loss(sample))
-        specs.append(spec)
-        return found
+    def run_loss(sample: Any) -> list[T]:
+        tensors, structure = _loss_and_aux(loss(sample))
+        structures.append(structure)
+        return tensors
 
+    # The first run finds the uses, whose shapes the slots of the second have.
     first = TracedGroup(values, size)
     with torch.enable_grad():
-        first.run(call, samples)
+        first.run(run_loss, samples)
     check_compiled(reached=len(first.uses) > 0)
 
     def total(slots: list[T]) -> tuple[T, Any]:
         group = TracedGroup(values, size)
-        (losses, *aux), kept = group.run(call, samples, slots)
+        (losses, *auxiliary), saved = group.run(run_loss, samples, slots)
+        # Slots belong to uses by their order alone.
         if group.signature() != first.signature():
             raise NotAtOnce("a loss that uses parameters differently in each call")
-        return losses.sum(), (losses, aux, kept)
+        return losses.sum(), (losses, auxiliary, saved)
 
     with torch.no_grad():
-        grad = torch.func.grad(total, has_aux=True)
-        grads, (losses, aux, kept) = grad(first.make_slots())
+        differentiate = torch.func.grad(total, has_aux=True)
+        grads, (losses, auxiliary, saved) = differentiate(first.make_slots())
         group = GroupNorms(values, size, getattr(clipping, "per_parameter", False))
         # Autocast, in which the loss may run, would round norms and sums.
         with torch.autocast(values[0].device.type, enabled=False):
-            group.finish(first.collect(kept, grads, size))
+            group.finish(first.collect(saved, grads, size))
             norms, clipped = safe_norms_and_sums(group, clipping)
-        norms = norms.norm(dim=0) if norms.dim() > 1 else norms
-    found = tree_unflatten(aux, specs[0]) if aux else None
-    return ClippedGrads(sums_by_name(params, clipped), norms, losses, found)
+        if norms.dim() > 1:
+            norms = norms.norm(dim=0)
+    tree = tree_unflatten(auxiliary, structures[0]) if auxiliary else None
+    return ClippedGrads(sums_by_name(params, clipped), norms, losses, tree)
 
 
-@torch.compiler.assume_constant_result  # runs while code is compiled, as it is
+# The function runs while code is compiled, as it is.
+@torch.compiler.assume_constant_result
 def check_compiled(left_out: Sequence[bool] = (), reached: bool = True) -> None:
     """
     Refuses what compiled code can't do: arguments that are not left out, TF32, which it
@@ -462,38 +498,46 @@ def check_compiled(left_out: Sequence[bool] = (), reached: bool = True) -> None:
         raise no_graph()
 
 
-# By the first parameter: losses that vmap can't run.
+# The losses that vmap can't run, by the first parameter: with other parameters, and
+# another model, the same code may be another loss.
 _alone = WeakIdKeyDictionary()
 
 
-def _loss_and_aux(found: Any) -> tuple[list[T], Any]:
+def _loss_and_aux(result: Any) -> tuple[list[T], TreeSpec]:
     """Returns the loss of a sample with auxiliary tensors, and the tree of these."""
-    loss, aux = found if isinstance(found, tuple) and len(found) == 2 else (found, ())
-    what = type(loss).__name__
+    loss, auxiliary = result, None
+    if isinstance(result, tuple) and len(result) == 2:
+        loss, auxiliary = result
+    kind = type(loss).__name__
     if isinstance(loss, T):
-        kind = "complex numbers of shape" if loss.is_complex() else "shape"
-        what = f"{kind} {tuple(loss.shape)}"
+        kind = f"shape {tuple(loss.shape)}"
+        if loss.is_complex():
+            kind = f"complex numbers of {kind}"
     if not isinstance(loss, T) or loss.numel() != 1 or loss.is_complex():
         raise Refused(
-            f"The loss of a sample is one real number, got {what}.",
+            f"The loss of a sample is one real number, got {kind}.",
             parameter="loss",
             remedy="Reduce it over the sample, by mean() or sum().",
         )
-    leaves, spec = tree_flatten(() if aux is None else aux)
-    return [loss.reshape(()), *map(_auxiliary, leaves)], spec
+    leaves, structure = tree_flatten(() if auxiliary is None else auxiliary)
+    return [loss.reshape(()), *map(_auxiliary, leaves)], structure
 
 
-def _auxiliary(x: Any) -> T:
+def _auxiliary(value: Any) -> T:
     """Returns an auxiliary value as a tensor."""
-    numbers = isinstance(x, (int, float, complex, np.ndarray, np.generic))
-    if numbers and not isinstance(x, (str, bytes)):
-        with suppress(TypeError, ValueError):  # an array of objects
-            return torch.as_tensor(x)
-    if isinstance(x, T) and x.layout is torch.strided and not x.is_nested:
-        return x
-    what = f"{x.layout} tensor" if isinstance(x, T) else type(x).__name__
+    is_number = isinstance(value, (int, float, complex, np.ndarray, np.generic))
+    # Some types of NumPy are strings, too.
+    if is_number and not isinstance(value, (str, bytes)):
+        # An array may hold objects.
+        with suppress(TypeError, ValueError):
+            return torch.as_tensor(value)
+    kind = type(value).__name__
+    if isinstance(value, T):
+        if value.layout is torch.strided and not value.is_nested:
+            return value
+        kind = f"{value.layout} tensor"
     raise Refused(
-        f"An auxiliary value of the loss is of type {what}.",
+        f"An auxiliary value of the loss is of type {kind}.",
         parameter="loss",
         remedy="Return dense tensors or numbers, or close over what is neither.",
     )

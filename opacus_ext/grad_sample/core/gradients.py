@@ -8,10 +8,10 @@ a view are permuted and padded; other values are differentiated by autograd.
 
 from __future__ import annotations
 
-import functools
 from collections import defaultdict
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from operator import attrgetter
 from typing import (
     Any,
     Callable,
@@ -19,6 +19,7 @@ from typing import (
     Iterable,
     Iterator,
     NamedTuple,
+    Protocol,
     Sequence,
 )
 
@@ -27,13 +28,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn import functional as F
 
-from opacus_ext.grad_sample.factors import (
-    Factor,
-    GradSample,
-    OneHot,
-    full_precision,
-    upcast,
-)
+from opacus_ext.grad_sample.factors import Factor, GradSample, OneHot, full_precision
 from opacus_ext.grad_sample.rules import NotAtOnce
 from opacus_ext.private_torch import gradients
 from opacus_ext.refused import Refused
@@ -45,9 +40,7 @@ FactorsFn = Callable[..., Sequence[tuple[Factor, ...]]]
 
 # Gradients with at most this many entries are bundled, which saves kernel launches.
 SMALL = 2**16
-# Numbers in a print, which are hardly ever all small by chance, and the longest rows
-# that have signs of their own.
-_SIGNS, _WIDE = 8, 2**14
+_version = attrgetter("_version")
 UNSEEN = "a use of a parameter that is not seen (an autograd function)"
 
 
@@ -55,43 +48,71 @@ class ParameterValue:
     """A parameter, a view of one, or what was computed from parameters without data."""
 
     def __init__(self, tensor: T):
-        self.tensor, self.shape, self.key = tensor, tensor.shape, id(tensor)
-        self.version = tensor._version  # it may be changed in place later
-        # The edge of the graph that leads to the parameters; None for a leaf.
-        self.edge = None if tensor.is_leaf else get_gradient_edge(tensor)
-        self.shared = tensor.detach()  # input of the samples' ops
+        self.tensor = tensor
+        self.shape = tensor.shape
+        self.key = id(tensor)
+        # The version tells whether the value is changed in place later.
+        self.version = tensor._version
+        # The edge of the graph that leads to the parameters; a leaf has none.
+        self.edge: GradientEdge | None = None
+        if not tensor.is_leaf:
+            self.edge = get_gradient_edge(tensor)
+        # The ops of the samples take this as their input.
+        self.shared = tensor.detach()
 
     def leaves(self) -> list[T]:
         """Returns the leaves that it was computed from; itself if it is a leaf."""
-        return [self.tensor] if self.edge is None else graph_of([self.edge])[0]
+        if self.edge is None:
+            return [self.tensor]
+        return graph_of([self.edge])[0]
 
     def pull(self, leaves: list[T], grads: T) -> Sequence[T | None]:
         """Backpropagates gradients ``[B, *shape]`` to the leaves."""
         edges: Any = [self.edge]
-        kw = dict(is_grads_batched=True, retain_graph=True, allow_unused=True)
-        return torch.autograd.grad(edges, leaves, [grads], **kw)
+        return torch.autograd.grad(
+            edges,
+            leaves,
+            [grads],
+            is_grads_batched=True,
+            retain_graph=True,
+            allow_unused=True,
+        )
 
 
 class ParameterUse(NamedTuple):
-    """One use of parameters by an op, with the data for its per-sample gradients."""
+    """
+    One use of parameters by an op, with the data for its per-sample gradients.
 
-    values: tuple[ParameterValue | None, ...]  # the values used; None if left out
-    # Maps (backprops, *data), all [B, T, *event], to the factors of each value.
+    Attributes:
+        values: the values that the op uses; None for one that is left out
+        factors: maps ``(backprops, *data)``, all ``[B, T, *event]``, to the factors of
+            each value
+        rows: number of row dims in the output ``[B, *rows, *event]``
+        data: what is saved for the factors, ``[B, *rows, *event]``
+        data_rows: number of row dims in each of the data
+        versions: versions of the data when they were saved
+        edge: edge of the op's output
+        source: edge behind it, if the graph of the samples ends at this use
+        size: number of samples, if it is not the group's (parallel/)
+        samples: indices of the samples among ``size``, if there are not rows for all
+    """
+
+    values: tuple[ParameterValue | None, ...]
     factors: FactorsFn
-    rows: int  # number of row dims in the output [B, *rows, *event]
-    data: Sequence[T]  # saved for the factors, [B, *rows, *event]
-    data_rows: tuple[int, ...]  # number of row dims in each of the data
-    versions: tuple[int, ...] = ()  # versions of the data when they were saved
-    edge: GradientEdge | None = None  # edge of the op's output
-    source: GradientEdge | None = None  # edge behind it, if the graph ends there
-    size: int | None = None  # number of samples, if not the group's (parallel/)
-    samples: T | None = None  # indices of the samples among these, if not all
+    rows: int
+    data: Sequence[T]
+    data_rows: tuple[int, ...]
+    versions: tuple[int, ...] = ()
+    edge: GradientEdge | None = None
+    source: GradientEdge | None = None
+    size: int | None = None
+    samples: T | None = None
 
     def check(self) -> None:
-        """Refuses data that were changed since they were saved."""
-        for x, version in zip(self.data, self.versions):
-            if x._version != version:
-                raise Refused(  # as autograd does
+        """Refuses data that were changed since they were saved, as autograd does."""
+        for tensor, version in zip(self.data, self.versions):
+            if tensor._version != version:
+                raise Refused(
                     "The input of a layer was changed in place after the layer was "
                     "called, but the gradient needs the original values.",
                     remedy="Compute out of place: y = 2 * x instead of x.mul_(2), "
@@ -101,20 +122,19 @@ class ParameterUse(NamedTuple):
     def of(self, backprops: T) -> list[tuple[ParameterValue, tuple[Factor, ...]]]:
         """Returns the factors of each value's per-sample gradients."""
         tensors = []
-        for x, rows in zip((backprops, *self.data), (self.rows, *self.data_rows)):
+        row_dims = self.rows, *self.data_rows
+        for tensor, dims in zip((backprops, *self.data), row_dims):
             if self.samples is not None:
-                x = self._of_all(x)
-            if rows == 0:
-                x = x.unsqueeze(1)
-            elif rows > 1:
-                x = x.flatten(1, rows)
-            tensors.append(x)
+                # The other samples have no rows, and so a gradient of zero.
+                zeros = tensor.new_zeros(self.size, *tensor.shape[1:])
+                tensor = zeros.index_copy(0, self.samples, tensor)
+            if dims == 0:
+                tensor = tensor.unsqueeze(1)
+            elif dims > 1:
+                tensor = tensor.flatten(1, dims)
+            tensors.append(tensor)
         pairs = zip(self.values, self.factors(*tensors))
         return [(value, factors) for value, factors in pairs if value is not None]
-
-    def _of_all(self, x: T) -> T:
-        """Adds zeros for the samples of which there are no rows."""
-        return x.new_zeros(self.size, *x.shape[1:]).index_copy(0, self.samples, x)
 
 
 def of_copies(backprops: T) -> list[tuple[T]]:
@@ -133,7 +153,7 @@ class Collector:
         frees: True if parameters are freed in the backward pass
         bundles: False to handle each use by itself
         mask: samples that count ``[B]``, in compiled code; None for all
-        prints: is given the backprops
+        show: called with a number for each use, or bundle of uses, and its backprops
 
     Attributes:
         samples: the gradients so far, by the ids of the parameters
@@ -147,15 +167,18 @@ class Collector:
         frees: bool = False,
         bundles: bool = True,
         mask: T | None = None,
-        prints: Prints | None = None,
+        show: Callable[[int, T], None] | None = None,
     ):
-        params, self.prints = tuple(params), prints
+        params = tuple(params)
+        # Tensors are known by their ids: comparing them would compare their values.
         self.params = dict(zip(map(id, params), params))
-        self.size, self.frees, self.bundles, self.mask = size, frees, bundles, mask
+        self.size, self.frees, self.bundles = size, frees, bundles
+        self.mask, self.show = mask, show
         self.samples: GradSamples = {}
-        self._views: dict[int, View | None] = {}  # by the id of the value
+        # Views and computed values are known by the ids of their records.
+        self._views: dict[int, View | None] = {}
         self._computed: dict[int, tuple[ParameterValue, GradSample]] = {}
-        self._alike: dict[tuple, list[tuple[ParameterUse, T]]] = {}
+        self._bundles: dict[tuple, list[tuple[ParameterUse, T]]] = {}
         # Uses and computed values that are left of each parameter; uses of each value.
         self._left: dict[int, int] = defaultdict(int)
         self._of_value: dict[int, int] = defaultdict(int)
@@ -171,16 +194,17 @@ class Collector:
 
     def _expect(self, value: ParameterValue) -> None:
         """Counts a use of a value that is no parameter itself."""
-        is_new = id(value) not in self._of_value
-        self._of_value[id(value)] += 1
+        key = id(value)
+        is_new = key not in self._of_value
+        self._of_value[key] += 1
         if is_new:
-            self._views[id(value)] = view_of(value, self.params)
-        view = self._views[id(value)]
+            self._views[key] = view_of(value, self.params)
+        view = self._views[key]
         if view is not None:
-            self._left[id(view[0])] += 1
+            self._left[id(view.parameter)] += 1
         elif is_new:
-            for p in value.leaves():
-                self._left[id(p)] += 1
+            for leaf in value.leaves():
+                self._left[id(leaf)] += 1
 
     def add(self, use: ParameterUse, backprops: T) -> list[T]:
         """
@@ -189,22 +213,31 @@ class Collector:
         """
         use.check()
         if self.bundles and backprops.numel() <= SMALL and self._can_bundle(use):
-            self._alike.setdefault(_kind(use, backprops), []).append((use, backprops))
+            bundle = self._bundles.setdefault(_kind(use, backprops), [])
+            bundle.append((use, backprops))
             return []
-        if self.prints is not None:
-            self.prints.add(id(use), backprops)
+        if self.show is not None:
+            self.show(id(use), backprops)
+        # Experts get samples of several processes, more than this group has.
+        size = self.size if use.size is None else use.size
         complete: list[T] = []
         for value, factors in use.of(backprops):
-            if self.mask is not None:
-                factors = self._masked(self.mask, factors)
+            # The compiler fuses only sums that read a tensor in common. So rows that
+            # are summed to gradients are masked before.
+            if self.mask is not None and len(factors) == 1:
+                rows = factors[0]
+                if isinstance(rows, T):
+                    factors = (rows * self.mask.to(rows.device)[:, None, None],)
             if value.key in self.params:
-                complete += self._add(value.tensor, factors, use.size)
+                complete += self._add(value.tensor, factors, size)
                 continue
             view = self._views[id(value)]
-            if view is not None and len(view[1]) in (0, len(factors)):
-                complete += self._add(view[0], _of_param(view, factors), use.size)
+            # A rule may give factors of other dims than the view has.
+            if view is not None and len(view.axes) in (0, len(factors)):
+                factors = _of_param(view, factors)
+                complete += self._add(view.parameter, factors, size)
             else:
-                complete += self._add_computed(value, factors, use.size)
+                complete += self._add_computed(value, factors, size)
         return complete
 
     def _can_bundle(self, use: ParameterUse) -> bool:
@@ -221,42 +254,36 @@ class Collector:
                 return False
         return True
 
-    def _masked(self, mask: T, factors: tuple[Factor, ...]) -> tuple[Factor, ...]:
-        """
-        Masks the rows that are summed to gradients: the compiler fuses only sums that
-        read a tensor in common.
-        """
-        first = factors[0]
-        if len(factors) > 1 or not isinstance(first, T):
-            return factors
-        return (first * mask.to(first.device)[:, None, None],)
-
-    def _add(self, p: T, factors: tuple[Factor, ...], size: int | None) -> list[T]:
+    def _add(self, parameter: T, factors: tuple[Factor, ...], size: int) -> list[T]:
         """Adds gradients of a parameter; returns it if these are complete."""
-        key = id(p)
+        key = id(parameter)
         sample = self.samples.get(key)
         if sample is None:
-            sample = GradSample(p.shape, self.size if size is None else size)
-            sample.mask, self.samples[key] = self.mask, sample
+            sample = GradSample(parameter.shape, size)
+            sample.mask = self.mask
+            self.samples[key] = sample
         sample.add(*factors)
         self._left[key] -= 1
-        return [] if self._left[key] else [p]
+        if self._left[key]:
+            return []
+        return [parameter]
 
     def _add_computed(
-        self, value: ParameterValue, factors: tuple[Factor, ...], size: int | None
+        self, value: ParameterValue, factors: tuple[Factor, ...], size: int
     ) -> list[T]:
         """Adds gradients of a value that was computed from parameters."""
         key = id(value)
         view = self._views[key]
         if key not in self._computed:
-            sample = GradSample(value.shape, self.size if size is None else size)
-            self._computed[key] = value, sample
+            self._computed[key] = value, GradSample(value.shape, size)
+            # The value itself is one more use of the parameter, until it is pulled.
             if view is not None:
-                self._left[id(view[0])] += 1
+                self._left[id(view.parameter)] += 1
         self._computed[key][1].add(*factors)
         self._of_value[key] -= 1
         if view is not None:
-            self._left[id(view[0])] -= 1
+            self._left[id(view.parameter)] -= 1
+        # At the end of the backward pass, the freed parameters would be gone.
         if self.frees and not self._of_value[key]:
             return self._pull(*self._computed.pop(key))
         return []
@@ -267,158 +294,164 @@ class Collector:
         whose gradients are complete now.
         """
         complete: list[T] = []
-        for uses in self._alike.values():
-            complete += self._add_together(uses)
+        for bundle in self._bundles.values():
+            complete += self._add_together(bundle)
         for value, sample in self._computed.values():
             complete += self._pull(value, sample)
         return complete
 
     def _pull(self, value: ParameterValue, sample: GradSample) -> list[T]:
         """Backpropagates the gradients of a computed value to its parameters."""
-        complete: list[T] = []
+        # TF32 would round the gradients, which all else keeps exact.
         with full_precision(value.shared.device):
             grads = sample.materialize().to(value.tensor.dtype)
-        leaves = [x for x in value.leaves() if id(x) in self.params]
-        for p, g in zip(leaves, value.pull(leaves, grads) if leaves else ()):
-            if g is not None:
-                complete += self._add(p, (g.reshape(len(g), 1, -1),), len(g))
+        leaves = [leaf for leaf in value.leaves() if id(leaf) in self.params]
+        complete: list[T] = []
+        if not leaves:
+            return complete
+        for leaf, gradient in zip(leaves, value.pull(leaves, grads)):
+            if gradient is not None:
+                rows = gradient.reshape(len(gradient), 1, -1)
+                complete += self._add(leaf, (rows,), len(gradient))
         return complete
 
     def _add_together(self, uses: list[tuple[ParameterUse, T]]) -> list[T]:
         """Handles n uses of one kind as one use with n times as many samples."""
-        n, first, complete = len(uses), uses[0][0], list[T]()
-        columns = zip(*((g, *use.data) for use, g in uses))
-        backprops, *data = (c[0] if n == 1 else torch.cat(c) for c in columns)
-        if self.prints is not None:
-            self.prints.add(id(first), backprops)
-        places = [i for i, v in enumerate(first.values) if v is not None]
-        found = first._replace(data=data).of(backprops)
-        for i, (value, factors) in zip(places, found):
-            sample = GradSample(value.shape, n * self.size)
+        count = len(uses)
+        first, backprops = uses[0]
+        data = first.data
+        if count > 1:
+            columns = zip(*((grads, *use.data) for use, grads in uses))
+            backprops, *data = map(torch.cat, columns)
+        if self.show is not None:
+            self.show(id(first), backprops)
+        complete: list[T] = []
+        used = [index for index, value in enumerate(first.values) if value is not None]
+        pairs = first._replace(data=data).of(backprops)
+        for position, (value, factors) in zip(used, pairs):
+            sample = GradSample(value.shape, count * self.size)
             sample.add(*factors)
             with full_precision(backprops.device):
-                rows = sample.materialize().view(n, self.size, -1)
-            for (use, _), some in zip(uses, rows.unbind()):
-                p = use.values[i].tensor
-                self.samples[id(p)] = GradSample(p.shape, self.size, some)
-                complete.append(p)
+                rows = sample.materialize().view(count, self.size, -1)
+            for (use, _), rows_of_use in zip(uses, rows.unbind()):
+                parameter = use.values[position].tensor
+                sample = GradSample(parameter.shape, self.size, rows_of_use)
+                self.samples[id(parameter)] = sample
+                complete.append(parameter)
         return complete
 
 
 def _kind(use: ParameterUse, backprops: T) -> tuple:
     """Returns a key that is equal for uses that can be handled together."""
     factors: Any = use.factors
-    if isinstance(factors, partial):  # which are not equal, even of equal arguments
+    # Two objects of `partial` are not equal, even if their arguments are.
+    if isinstance(factors, partial):
         factors = factors.func, factors.args, *factors.keywords.items()
     key = [factors, use.rows, use.data_rows]
-    for x in (backprops, *use.data):
-        key += x.shape, x.dtype, x.device
+    for tensor in (backprops, *use.data):
+        key += tensor.shape, tensor.dtype, tensor.device
     for value in use.values:
-        key.append(value if value is None else value.shape)
+        key.append(value and value.shape)
     return tuple(key)
-
-
-@functools.lru_cache(maxsize=64)
-def _signs(width: int, dtype: torch.dtype, device: torch.device) -> T:
-    """Returns random signs ``[width, _SIGNS]``, the same each time."""
-    generator = torch.Generator().manual_seed(width)
-    signs = torch.randint(2, (width, _SIGNS), generator=generator) * 2 - 1
-    return signs.to(device, dtype)
-
-
-class Prints:
-    """
-    Prints of backprops, of which two passes have the same if their backprops are:
-    products of each sample's entries with random signs.
-    """
-
-    def __init__(self) -> None:
-        self._prints: dict[int, T] = {}  # [B, _SIGNS]
-        self._tolerances: list[float] = []
-
-    def add(self, key: int, backprops: T) -> None:
-        """Adds the print of some backprops ``[B, ...]``, under a key."""
-        self._tolerances.append(1e-3 if backprops.dtype.itemsize >= 4 else 0.03)
-        if backprops.is_complex():
-            backprops = torch.view_as_real(backprops.resolve_conj())
-        flat = upcast(backprops).reshape(len(backprops), -1)
-        while flat.shape[1] > _WIDE:  # products of parts, for few signs in memory
-            end = flat.shape[1] // _WIDE * _WIDE
-            parts = flat[:, :end].unflatten(1, (-1, _WIDE))
-            parts = parts @ _signs(_WIDE, flat.dtype, flat.device)
-            flat = torch.cat([parts.flatten(1), flat[:, end:]], dim=1)
-        self._prints[key] = flat @ _signs(flat.shape[1], flat.dtype, flat.device)
-
-    def differ_from(self, other: Prints) -> bool:
-        """Returns True if some print differs by more than rounding."""
-        if self._prints.keys() != other._prints.keys():
-            return True
-        if not self._prints:
-            return False
-        first = next(iter(self._prints.values()))
-        old = [x.to(first) for x in self._prints.values()]
-        new = [other._prints[key].to(first) for key in self._prints]
-        sizes = torch.tensor([len(x) for x in old], device=first.device)
-        before = torch.cat(old).nan_to_num_(0, 0)
-        gaps = (torch.cat(new).nan_to_num_(0, 0) - before).norm(dim=1)
-        sums = before.norm(dim=1)
-        largest = torch.stack([x.max() for x in sums.split(sizes.tolist())])
-        bounds = sums * first.new_tensor(self._tolerances).repeat_interleave(sizes)
-        return bool((gaps > bounds + 1e-6 * largest.repeat_interleave(sizes)).any())
 
 
 # -- views -----------------------------------------------------------------------------
 
 
-# A parameter, its axis for each axis of the view (empty for a cast), and the offset of
-# the view on each axis of the parameter. No entry occurs twice in the view.
-View = tuple[T, tuple[int, ...], tuple[int, ...]]
+class View(NamedTuple):
+    """
+    A view of a parameter, in which no entry occurs twice.
+
+    Attributes:
+        parameter: the parameter
+        axes: its axis for each axis of the view; empty for a cast
+        starts: the offset of the view on each axis of the parameter
+    """
+
+    parameter: T
+    axes: tuple[int, ...] = ()
+    starts: tuple[int, ...] = ()
 
 
 def view_of(value: ParameterValue, params: dict[int, T]) -> View | None:
     """Describes a value as a view of a parameter; None if it is no view."""
     if value.edge is None:
         return None
-    leaves, own_functions = graph_of([value.edge])
-    if len(leaves) != 1 or own_functions or id(leaves[0]) not in params:
+    leaves, has_functions = graph_of([value.edge])
+    if len(leaves) != 1 or has_functions or id(leaves[0]) not in params:
         return None
-    x, node, p = value.tensor, value.edge.node, leaves[0]
-    if node.name() in ("ToCopyBackward0", "CloneBackward0") and x.shape == p.shape:
-        direct = hasattr(node.next_functions[0][0], "variable")
-        return (p, (), ()) if direct else None
-    plain = x._base is p and x.dtype == p.dtype and p.is_contiguous() and p.numel()
-    strides = [s if n > 1 else -1 for s, n in zip(p.stride(), p.shape)]
-    if not plain or x.dim() != p.dim() or not {*x.stride()} <= {*strides}:
+    tensor, node, parameter = value.tensor, value.edge.node, leaves[0]
+    is_cast = node.name() in ("ToCopyBackward0", "CloneBackward0")
+    if is_cast and tensor.shape == parameter.shape:
+        # Other ops stand between the parameter and a cast whose source is no leaf.
+        if hasattr(node.next_functions[0][0], "variable"):
+            return View(parameter)
         return None
-    offset = x.storage_offset() - p.storage_offset()
-    starts = tuple(offset // s % n for s, n in zip(p.stride(), p.shape))
-    axes = tuple(strides.index(s) for s in x.stride())
-    inside = all(n > 1 and starts[a] + n <= p.shape[a] for a, n in zip(axes, x.shape))
-    return (p, axes, starts) if inside and len({*axes}) == len(axes) else None
+    if tensor._base is parameter and tensor.dtype == parameter.dtype:
+        return _strided_view(tensor, parameter)
+    return None
+
+
+def _strided_view(tensor: T, parameter: T) -> View | None:
+    """Describes a tensor by its strides in the memory of a parameter."""
+    is_plain = parameter.is_contiguous() and parameter.numel()
+    if not is_plain or tensor.dim() != parameter.dim():
+        return None
+    offset = tensor.storage_offset() - parameter.storage_offset()
+    strides, starts = [], []
+    for stride, width in zip(parameter.stride(), parameter.shape):
+        # The stride of an axis with one entry says nothing, and may be that of another.
+        strides.append(stride if width > 1 else -1)
+        starts.append(offset // stride % width)
+    axes: list[int] = []
+    for stride, width in zip(tensor.stride(), tensor.shape):
+        if stride not in strides or width < 2:
+            return None
+        axis = strides.index(stride)
+        if axis in axes or starts[axis] + width > parameter.shape[axis]:
+            return None
+        axes.append(axis)
+    return View(parameter, tuple(axes), tuple(starts))
 
 
 def _of_param(view: View, factors: tuple[Factor, ...]) -> tuple[Factor, ...]:
     """Converts the factors of a view's gradients to those of the parameter's."""
-    p, axes, starts = view
-    if not axes:  # those of a cast to complex are one tensor: rules give no others
-        cast = [f.real if isinstance(f, T) and f.is_complex() else f for f in factors]
-        return tuple(cast)
-    found: dict[int, Factor] = {}
-    for axis, f in zip(axes, factors):
-        start, width = starts[axis], p.shape[axis]
-        if isinstance(f, OneHot):
-            found[axis] = OneHot(f.index + start if start else f.index, width)
+    # Rules give a single tensor for the gradients of a cast to complex numbers.
+    if not view.axes:
+        return tuple(map(_real, factors))
+    by_axis: dict[int, Factor] = {}
+    for axis, factor in zip(view.axes, factors):
+        start, width = view.starts[axis], view.parameter.shape[axis]
+        if isinstance(factor, OneHot):
+            factor = OneHot(factor.index + start, width)
         else:
-            rest = width - start - f.shape[2]
-            found[axis] = F.pad(f, (start, rest)) if start or rest else f
-    return tuple(found[axis] for axis in sorted(found))
+            end = width - start - factor.shape[2]
+            if start or end:
+                factor = F.pad(factor, (start, end))
+        by_axis[axis] = factor
+    return tuple(by_axis[axis] for axis in sorted(by_axis))
+
+
+def _real(factor: Factor) -> Factor:
+    """Returns the real part of dense rows of complex numbers."""
+    if not isinstance(factor, T) or not factor.is_complex():
+        return factor
+    return factor.real
 
 
 # -- backward --------------------------------------------------------------------------
 
 
+class Group(Protocol):
+    """What a backward pass needs of a :class:`~group.SampleGroup`."""
+
+    size: int
+    uses: list[ParameterUse]
+    frees_parameters: bool
+
+
 def gradients_of_group(
-    group: Any,
+    group: Group,
     outputs: Sequence[T],
     grads: Sequence[T | None],
     params: Sequence[T],
@@ -436,15 +469,17 @@ def gradients_of_group(
         inputs: leaves
         retain_graph: True if the graph is retained
     """
-    collector = Collector(params, group.size, group.uses, group.frees_parameters)
+    uses = group.uses
+    collector = Collector(params, group.size, uses, group.frees_parameters)
     # What is computed from parameters that are freed is differentiated before.
     receive = collector.add if group.frees_parameters else None
-    given = group.uses, outputs, grads, params, inputs
-    backprops, of_inputs = run_backward(*given, receive, retain_graph)
+    backprops, of_inputs = run_backward(
+        uses, outputs, grads, params, inputs, receive, retain_graph
+    )
     with torch.no_grad():
-        for use, g in zip(group.uses, backprops):
-            if g is not None:
-                collector.add(use, g)
+        for use, of_output in zip(uses, backprops):
+            if of_output is not None:
+                collector.add(use, of_output)
         collector.finish()
     return collector.samples, of_inputs
 
@@ -463,13 +498,16 @@ def run_backward(
     inputs. With ``receive`` no backprops are kept: it is called with each use and its
     backprops, as soon as these are there.
     """
-    pairs = [
-        (y, g) for y, g in zip(outputs, grads) if g is not None and y.requires_grad
-    ]
-    if not pairs:
+    roots, of_roots = [], []
+    for output, gradient in zip(outputs, grads):
+        if gradient is not None and output.requires_grad:
+            roots.append(output)
+            of_roots.append(gradient)
+    if not roots:
         return (), [None] * len(inputs)
     leaves: list[Any] = [*params, *inputs]
-    count, handles = len(leaves), []
+    count = len(leaves)
+    handles = []
     if receive is None:
         leaves += [use.edge for use in uses]
     else:
@@ -477,21 +515,22 @@ def run_backward(
         for use in uses:
             hook = partial(_receive, receive, use)
             handles.append(use.edge.node.register_prehook(hook))
-    ys, gs = zip(*pairs)
     try:
-        found = gradients(ys, leaves, gs, retain_graph)
+        of_leaves = gradients(roots, leaves, of_roots, retain_graph)
     except RuntimeError:
-        for use in uses:  # torch's own error names no layer
+        # The check names the cause; torch's own error names no layer.
+        for use in uses:
             use.check()
         raise
     finally:
         for handle in handles:
             handle.remove()
-    for grad in found[: len(params)]:
-        if grad is not None:
+    # Gradients of all seen uses end at these. What reaches a parameter was not seen.
+    for gradient in of_leaves[: len(params)]:
+        if gradient is not None:
             raise NotAtOnce(UNSEEN)
-    backprops = found[count:] if receive is None else ()
-    return backprops, list(found[len(params) : count])
+    backprops = of_leaves[count:] if receive is None else ()
+    return backprops, list(of_leaves[len(params) : count])
 
 
 def _receive(
@@ -505,13 +544,16 @@ def _receive(
 
 def refuse_hooks(params: Iterable[tuple[str, T]]) -> None:
     """Refuses parameters whose gradients are shown to others in the backward pass."""
-    for name, p in params:
+    for name, parameter in params:
         if (
-            p._backward_hooks
-            or p._post_accumulate_grad_hooks
-            or "_in_backward_optimizers" in p.__dict__  # of torch.distributed.optim
+            parameter._backward_hooks
+            or parameter._post_accumulate_grad_hooks
+            # torch.distributed.optim sets this attribute.
+            or "_in_backward_optimizers" in parameter.__dict__
         ):
-            what = f"Parameter {name}" if name else f"A parameter {tuple(p.shape)}"
+            what = (
+                f"Parameter {name}" if name else f"A parameter {tuple(parameter.shape)}"
+            )
             raise Refused(
                 f"{what} has a hook (register_hook, register_multi_grad_hook, "
                 "register_post_accumulate_grad_hook, or an optimizer in the backward "
@@ -539,9 +581,10 @@ def _versions(params: Collection[T]) -> list[int]:
     if torch.compiler.is_compiling():
         return []
     try:
-        return [p._version for p in params]
-    except RuntimeError:  # tensors made in inference mode have none
-        return [0 if p.is_inference() else p._version for p in params]
+        return list(map(_version, params))
+    except RuntimeError:
+        # Tensors that were made in inference mode have no version.
+        return [0 if tensor.is_inference() else tensor._version for tensor in params]
 
 
 def gradients_alone(
@@ -556,65 +599,67 @@ def gradients_alone(
     leaves that were used. ``names`` are those of the leaves, or of the first of them.
     The graph is kept if ``retain_graph``.
     """
-    pairs = [(y, g) for y, g in zip(outputs, grads) if y.requires_grad]
+    pairs = [pair for pair in zip(outputs, grads) if pair[0].requires_grad]
     if not pairs or not leaves:
         return {}
-    # The code of a sample may add some.
+    # The code of a sample may have added hooks.
     refuse_hooks(zip(names or [""] * len(leaves), leaves))
-    found: Sequence[T | None]
-    ys, gs = zip(*pairs)
-    reached, own_functions = graph_of(ys)
-    if not own_functions:
-        kw = dict(allow_unused=True, retain_graph=retain_graph)
-        found = torch.autograd.grad(ys, leaves, gs, **kw)
+    roots, of_roots = zip(*pairs)
+    reached, has_functions = graph_of(roots)
+    of_leaves: Sequence[T | None]
+    if has_functions:
+        backward = partial(torch.autograd.backward, roots, of_roots, retain_graph)
+        of_leaves = _gradients_by_hooks(backward, leaves, reached)
     else:
-        # An autograd function may call backward() itself, as checkpoints do, which
-        # autograd.grad misses. FSDP2 would sum what it finds in ``x.grad``, in each
-        # process other parameters where samples branch: so nothing stays there.
-        everywhere = list({id(x): x for x in (*leaves, *reached)}.values())
-        before = [x.grad for x in everywhere]
-        for x in everywhere:
-            x.grad = None  # or the backward pass would change it in place
-        arrived: dict[int, T] = {}
-
-        def arrive(x: T, grad: T) -> None:
-            arrived[id(x)] = grad + arrived[id(x)] if id(x) in arrived else grad
-
-        def clear(x: T) -> None:
-            x.grad = None
-
-        handles = [x.register_hook(partial(arrive, x)) for x in leaves]
-        handles += [
-            x.register_post_accumulate_grad_hook(clear) for x in leaves if x.is_leaf
-        ]
-        try:
-            torch.autograd.backward(ys, gs, retain_graph=retain_graph)
-        finally:
-            for handle in handles:
-                handle.remove()
-            for x, grad in zip(everywhere, before):
-                x.grad = grad
-        found = [arrived.get(id(x)) for x in leaves]
-    return {
-        id(x): g.to_dense() if g.is_sparse else g
-        for x, g in zip(leaves, found)
-        if g is not None
-    }
+        of_leaves = torch.autograd.grad(
+            roots, leaves, of_roots, retain_graph, allow_unused=True
+        )
+    dense = {}
+    for leaf, gradient in zip(leaves, of_leaves):
+        if gradient is None:
+            continue
+        if gradient.is_sparse:
+            gradient = gradient.to_dense()
+        dense[id(leaf)] = gradient
+    return dense
 
 
-def nodes_of(
-    roots: Iterable[T | GradientEdge], ends: Iterable[Any] = ()
-) -> Iterator[Any]:
-    """Yields the nodes of the graph of some tensors, up to the nodes ``ends``."""
-    edges = (get_gradient_edge(x) if isinstance(x, T) else x for x in roots)
-    todo: list[Any] = [edge.node for edge in edges]
-    seen = set(ends)
-    while todo:
-        node = todo.pop()
-        if node is not None and node not in seen:
-            seen.add(node)
-            todo += [parent for parent, _ in node.next_functions]
-            yield node
+def _gradients_by_hooks(
+    backward: Callable[[], None], leaves: Sequence[T], reached: Sequence[T]
+) -> list[T | None]:
+    """
+    Returns the gradients of leaves as they arrive in a backward pass, which reaches
+    other leaves as well. An autograd function may call ``backward()`` itself, as
+    checkpoints do, which ``torch.autograd.grad`` misses.
+    """
+    # FSDP2 would sum what it finds in ``x.grad``, in each process other parameters
+    # where samples branch. So nothing stays there.
+    kept = {id(leaf): (leaf, leaf.grad) for leaf in (*leaves, *reached)}
+    for leaf, _ in kept.values():
+        # The backward pass would change a gradient that is there in place.
+        leaf.grad = None
+    arrived: dict[int, T] = {}
+
+    def arrive(leaf: T, gradient: T) -> None:
+        before = arrived.get(id(leaf))
+        arrived[id(leaf)] = gradient if before is None else gradient + before
+
+    def clear(leaf: T) -> None:
+        leaf.grad = None
+
+    handles = []
+    for leaf in leaves:
+        handles.append(leaf.register_hook(partial(arrive, leaf)))
+        if leaf.is_leaf:
+            handles.append(leaf.register_post_accumulate_grad_hook(clear))
+    try:
+        backward()
+    finally:
+        for handle in handles:
+            handle.remove()
+        for leaf, gradient in kept.values():
+            leaf.grad = gradient
+    return [arrived.get(id(leaf)) for leaf in leaves]
 
 
 def graph_of(roots: Iterable[T | GradientEdge]) -> tuple[list[T], bool]:
@@ -622,11 +667,26 @@ def graph_of(roots: Iterable[T | GradientEdge]) -> tuple[list[T], bool]:
     Returns the leaves of the graph of some tensors, and True if the graph has autograd
     functions written in Python, other than those of FSDP2.
     """
-    nodes = list(nodes_of(roots))
-    leaves = [node.variable for node in nodes if hasattr(node, "variable")]
-    own = (node for node in nodes if isinstance(node, BackwardCFunction))
-    names = (getattr(node, "_forward_cls").__module__ for node in own)
-    return leaves, not all(x.startswith("torch.distributed.fsdp") for x in names)
+    nodes: list[Any] = []
+    for root in roots:
+        if isinstance(root, T):
+            root = get_gradient_edge(root)
+        nodes.append(root.node)
+    leaves: list[T] = []
+    has_functions = False
+    seen: set[Any] = {None}
+    while nodes:
+        node = nodes.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        nodes += [parent for parent, _ in node.next_functions]
+        if hasattr(node, "variable"):
+            leaves.append(node.variable)
+        if isinstance(node, BackwardCFunction):
+            module = getattr(node, "_forward_cls").__module__
+            has_functions |= not module.startswith("torch.distributed.fsdp")
+    return leaves, has_functions
 
 
 @contextmanager

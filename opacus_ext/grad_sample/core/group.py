@@ -54,7 +54,7 @@ from opacus_ext.refused import Refused
 T = torch.Tensor
 _OF_OTHERS = OpOverload, OpOverloadPacket, HigherOrderOperator
 # The types of torch's own functions: checking for others, abstract, takes longer.
-_PLAIN = {type(x) for x in (torch.add, T.add, T.__add__, torch.einsum)}
+_PLAIN = {*map(type, (torch.add, T.add, T.__add__, torch.einsum))}
 _PLAIN.add(type(getattr(T.data, "__get__")))
 # The most frequent types of arguments: isinstance() takes longer.
 _TENSORS = {T, nn.Parameter}
@@ -72,18 +72,14 @@ class BranchesDiffer(Exception):
         super().__init__("samples take different branches")
         self.answers = answers
 
-    def parts(self, samples: Any) -> list[Any]:
-        """Returns the samples (groups.py) with each answer."""
-        answers = self.answers.cpu()
-        each = [(answers == k).nonzero()[:, 0] for k in answers.unique()]
-        return [samples.select(part) for part in each]
-
 
 class SampleGroup(TorchFunctionMode):
     """Samples that run together; it records each use of the parameters ``params``."""
 
-    frees_parameters = False  # True if their memory is freed in the backward pass
-    eager = True  # False in compiled code, which can't leave the vmap level
+    # True if the memory of parameters is freed in the backward pass.
+    frees_parameters = False
+    # Compiled code, where this is False, can't leave the vmap level.
+    eager = True
     is_batched = staticmethod(is_batched)
 
     def __init__(self, params: Iterable[T], size: int):
@@ -91,7 +87,8 @@ class SampleGroup(TorchFunctionMode):
         self.params = set(map(id, params))
         self.size = size
         self.uses: list[ParameterUse] = []
-        self.read_data = False  # True if the code has read a value of the data
+        # True if the code has read a value of the data.
+        self.read_data = False
         # True if code of others got samples that are not batched: the vmap rule of an
         # op or an autograd function, or what may be one.
         self.runs_others = False
@@ -102,13 +99,14 @@ class SampleGroup(TorchFunctionMode):
         self.level = Level(size)
         self.wrap = self.level.wrap
         self._packing = self.eager and saved_tensor_hooks()
-        self._random: Any = None  # states of torch's generators after the last draw
+        # The states of torch's generators after the last draw.
+        self._random: Any = None
 
     # -- batched and shared tensors ----------------------------------------------------
 
-    def inner(self, x: T) -> T:
+    def inner(self, tensor: T) -> T:
         """Returns the values of all samples ``[B, *shape]``; expands shared ones."""
-        return self.level.unwrap(x)
+        return self.level.unwrap(tensor)
 
     def outside(self) -> ContextManager:
         """Leaves the vmap level for a block, where tensors hold all samples."""
@@ -116,41 +114,49 @@ class SampleGroup(TorchFunctionMode):
             raise NotAtOnce(_INSIDE)
         return Outside()
 
-    def agree(self, x: T) -> T:
+    def agree(self, tensor: T) -> T:
         """Returns the value that all samples share; raises if they differ."""
-        if not is_batched(x):
-            return x
+        if not is_batched(tensor):
+            return tensor
         self.read_data = True
         with self.outside():
-            values = self.level.unwrap(x).detach()
+            values = self.level.unwrap(tensor).detach()
+            # Bits are compared, so that a NaN is equal to itself, and 0 not to -0.
             flat = as_bits(values.reshape(self.size, -1))
             if bool((flat == flat[:1]).all()):
                 return values[0]
-            answers = torch.unique(flat, dim=0, return_inverse=True)[1]
+            _, answers = torch.unique(flat, dim=0, return_inverse=True)
             raise BranchesDiffer(answers)
 
-    def is_shared(self, x: T | None) -> bool:
-        """Returns True if ``x`` is a parameter or computed from parameters alone."""
-        return x is not None and x.requires_grad and not is_batched(x)
+    def is_shared(self, tensor: T | None) -> bool:
+        """Returns True for a parameter, or what is computed from parameters alone."""
+        if tensor is None:
+            return False
+        return tensor.requires_grad and not is_batched(tensor)
 
     def find_shared(self, args: Iterable) -> dict[int, T]:
         """Returns parameters, and values computed from them alone, by their ids."""
-        shared, todo = {}, [*args]
-        for x in todo:
-            kind = type(x)
+        shared, arguments = {}, [*args]
+        for argument in arguments:
+            kind = type(argument)
             if kind in _NO_TENSORS:
                 continue
             if kind in _LISTS:
-                todo += x
-            elif kind in _TENSORS or isinstance(x, T):
-                if x.requires_grad and not is_batched(x):
-                    shared[id(x)] = x
+                # The loop goes on with the items of a list.
+                arguments += argument
+            elif kind in _TENSORS or isinstance(argument, T):
+                if argument.requires_grad and not is_batched(argument):
+                    shared[id(argument)] = argument
         return shared
 
     # -- ops ---------------------------------------------------------------------------
 
     def __torch_function__(
-        self, func: Callable, types: Any, args: tuple = (), kwargs: Any = None
+        self,
+        func: Callable,
+        types: Any,
+        args: tuple = (),
+        kwargs: dict | None = None,
     ) -> Any:
         try:
             if saved_tensor_hooks() != self._packing:
@@ -163,13 +169,13 @@ class SampleGroup(TorchFunctionMode):
                 return self._draw(func, args, kwargs or {})
             if func in HANDLERS:
                 return HANDLERS[func](self, func, *args, **kwargs or {})
-            # Most ops have no parameter: that is told without a call.
-            todo = [*args, *kwargs.values()] if kwargs else [*args]
-            for x in todo:
-                kind = type(x)
+            # Most ops have no parameter. That is told without a call.
+            arguments = [*args, *kwargs.values()] if kwargs else [*args]
+            for argument in arguments:
+                kind = type(argument)
                 if kind in _LISTS:
-                    todo += x
-                elif kind in _TENSORS and not x.requires_grad:
+                    arguments += argument
+                elif kind in _TENSORS and not argument.requires_grad:
                     continue
                 elif kind not in _NO_TENSORS:
                     return self.call(func, *args, **kwargs or {})
@@ -181,20 +187,20 @@ class SampleGroup(TorchFunctionMode):
                 self.signal = error
             raise
 
-    def _draw(self, func: Callable, args: tuple, kwargs: dict) -> Any:
+    def _draw(self, function: Callable, args: tuple, kwargs: dict) -> Any:
         """Runs a function that may draw random numbers."""
         self._check_random()
-        if func in HANDLERS:
-            found = HANDLERS[func](self, func, *args, **kwargs)
+        if function in HANDLERS:
+            drawn = HANDLERS[function](self, function, *args, **kwargs)
         else:
-            found = self.call(func, *args, **kwargs)
+            drawn = self.call(function, *args, **kwargs)
         self._random = random_state()
-        return found
+        return drawn
 
     def _check_random(self) -> None:
         """Raises if torch's generators do not go on from the last draw."""
-        (state, on_devices), (now, others) = self._random, random_state()
-        if not torch.equal(state, now) or on_devices != others:
+        (before, devices_before), (state, devices) = self._random, random_state()
+        if not torch.equal(before, state) or devices_before != devices:
             raise NotAtOnce("a seed that is set in the forward")
 
     def watch(self, code: Callable[[], Any]) -> Any:
@@ -206,103 +212,126 @@ class SampleGroup(TorchFunctionMode):
         self._random = random_state()
         try:
             with self:
-                found = code()
+                result = code()
             self._check_random()
         except Exception as error:
             if self.signal in (None, error):
                 self.signal = None
                 raise
         if self.signal is None:
-            return found
+            return result
         signal, self.signal = self.signal, None
         try:
             if isinstance(signal, (BranchesDiffer, NotAtOnce, Refused)):
                 raise signal
             raise NotAtOnce(f"{type(signal).__name__}: {signal}") from signal
         finally:
-            del signal  # its traceback holds this frame
+            # The traceback of the error holds this frame, which must not hold it, too.
+            del signal
 
-    def call(self, func: Callable, /, *args: Any, **kwargs: Any) -> Any:
+    def call(self, function: Callable, /, *args: Any, **kwargs: Any) -> Any:
         """Runs an op of a sample, and records its uses of parameters."""
-        given = (*args, *kwargs.values()) if kwargs else args
-        shared = self.find_shared(given)
+        arguments = (*args, *kwargs.values()) if kwargs else args
+        shared = self.find_shared(arguments)
         if not shared or not torch.is_grad_enabled():
-            return self.run_op(func, *args, **kwargs)
-        leaves: list[T] = []
+            return self.run_op(function, *args, **kwargs)
         for key in shared:
             if key not in self.params:
                 leaves = self.constants(shared)
-        if leaves:
-            constants = {id(x): x.detach() for x in leaves}
-            made = call_with(constants, partial(self.call, func), args, kwargs)
-            # A new layer that the forward makes, and may drop, is initialized first.
-            initializes = changes_in_place(func) and args[0] is leaves[0]
-            if isinstance(made, (T, list, tuple)) and not initializes:
-                self.check_leaves(leaves)
-            return made
-        for rule in RULES[func] if func in RULES else ():
-            op = rule(*args, **kwargs)
-            made = None if op is None else self.by_rule(func, op, shared, args, kwargs)
-            if made is not None:
-                return made
-        batched = _any_batched(given)
-        if batched and func not in OF_ALL and is_composite(func):
+                if leaves:
+                    return self._call_detached(leaves, function, args, kwargs)
+                break
+        if function in RULES:
+            for rule in RULES[function]:
+                op = rule(*args, **kwargs)
+                if op is None:
+                    continue
+                output = self.by_rule(function, op, shared, args, kwargs)
+                if output is not None:
+                    return output
+        batched = _any_batched(arguments)
+        if batched and function not in OF_ALL and is_composite(function):
             with self:
-                return decomposed(func)(*args, **kwargs)
+                return decomposed(function)(*args, **kwargs)
         if not batched:
-            made = func(*args, **kwargs)
-            if not _any_batched((made,)):
-                return self.made(func, args, kwargs, made)
-            # The op has drawn random numbers for each sample.
-        self.check_in_place(func, args, shared)
-        copies = {key: self.copy(x) for key, x in shared.items()}
-        return call_with(copies, partial(self.run_op, func), args, kwargs)
+            result = function(*args, **kwargs)
+            # If the result is batched, the op has drawn random numbers for each sample.
+            if not _any_batched((result,)):
+                return self.made(function, args, kwargs, result)
+        self.check_in_place(function, args, shared)
+        copies = {key: self.copy(tensor) for key, tensor in shared.items()}
+        return call_with(copies, partial(self.run_op, function), args, kwargs)
 
-    def run_op(self, func: Callable, /, *args: Any, **kwargs: Any) -> Any:
+    def _call_detached(
+        self, leaves: list[T], function: Callable, args: tuple, kwargs: dict
+    ) -> Any:
+        """Runs an op of leaves that are not among the parameters, as constants."""
+        constants = {id(leaf): leaf.detach() for leaf in leaves}
+        result = call_with(constants, partial(self.call, function), args, kwargs)
+        # A new layer that the forward makes, and may drop, is initialized first.
+        initializes = changes_in_place(function) and args[0] is leaves[0]
+        if isinstance(result, (T, list, tuple)) and not initializes:
+            self.check_leaves(leaves)
+        return result
+
+    def run_op(self, function: Callable, /, *args: Any, **kwargs: Any) -> Any:
         """Runs an op without parameters: as one op of all samples, if that is known."""
-        if func in OF_ALL and current_level() == self.level.number:
-            given = *args, *kwargs.values()
-            batched = [
-                type(x) not in _NO_TENSORS and _is_one_a_sample(x) for x in given
-            ]
-            if True in batched:
-                rows = [
-                    self.level.unwrap(x) if own else _as_row(x)
-                    for x, own in zip(given, batched)
-                ]
+        if function in OF_ALL and current_level() == self.level.number:
+            rows = self._rows_of((*args, *kwargs.values()))
+            if rows:
                 named = dict(zip(kwargs, rows[len(args) :]))
                 with Outside():
-                    y = OF_ALL[func](*rows[: len(args)], **named)
-                if y is not NotImplemented:
-                    return self.wrap(y.expand(self.size, *y.shape[1:]))
-        return func(*args, **kwargs)
+                    output = OF_ALL[function](*rows[: len(args)], **named)
+                if output is not NotImplemented:
+                    return self.wrap(output.expand(self.size, *output.shape[1:]))
+        return function(*args, **kwargs)
 
-    def check_in_place(self, func: Callable, args: tuple, shared: dict) -> None:
+    def _rows_of(self, arguments: Sequence[Any]) -> list[Any]:
+        """Returns arguments with a row for each sample; none if no one is batched."""
+        rows, shared, has_batched = [*arguments], [], False
+        for position, argument in enumerate(arguments):
+            if type(argument) in _NO_TENSORS or not isinstance(argument, T):
+                continue
+            if is_batched(argument):
+                has_batched = True
+                rows[position] = self.level.unwrap(argument)
+            else:
+                shared.append(position)
+        if not has_batched:
+            return []
+        for position in shared:
+            rows[position] = rows[position][None]
+        return rows
+
+    def check_in_place(self, function: Callable, args: tuple, shared: dict) -> None:
         """Raises if an op changes a value computed from parameters."""
-        if args and changes_in_place(func) and id(args[0]) in shared:
+        if args and changes_in_place(function) and id(args[0]) in shared:
             raise NotAtOnce("a value computed from parameters that data change")
 
-    def made(self, func: Callable, args: tuple, kwargs: dict, made: Any) -> Any:
+    def made(self, function: Callable, args: tuple, kwargs: dict, result: Any) -> Any:
         """Called with each op of parameters without data; returns its result."""
-        return made
+        return result
 
     def constants(self, shared: dict[int, T]) -> list[T]:
         """Returns the leaves that are not among the parameters."""
-        known = self.params
-        return [x for key, x in shared.items() if x.is_leaf and key not in known]
+        leaves = []
+        for key, tensor in shared.items():
+            if tensor.is_leaf and key not in self.params:
+                leaves.append(tensor)
+        return leaves
 
     def check_leaves(self, leaves: list[T]) -> None:
         """Called with leaves that are not among the parameters, where ops use them."""
 
-    def reach(self, x: T) -> None:
+    def reach(self, tensor: T) -> None:
         """Called with a tensor whose data may be written without a new version."""
 
     # -- uses --------------------------------------------------------------------------
 
-    def value(self, x: T, key: int) -> ParameterValue:
+    def value(self, tensor: T, key: int) -> ParameterValue:
         """Returns the record of a parameter, or a value computed from some, by id."""
-        if key not in self._values or self._values[key].version != x._version:
-            self._values[key] = ParameterValue(x)
+        if key not in self._values or self._values[key].version != tensor._version:
+            self._values[key] = ParameterValue(tensor)
         return self._values[key]
 
     def values_of(
@@ -312,26 +341,34 @@ class SampleGroup(TorchFunctionMode):
         Returns the values that an op uses, None for those that are not trained. Returns
         None instead of all if the rule does not apply.
         """
-        keys, by_data = [*map(id, op.params)], False
-        for p, key in zip(op.params, keys):
-            if p is None or key in shared and not p.dtype.is_complex:
+        keys = [*map(id, op.params)]
+        for param, key in zip(op.params, keys):
+            if param is None or key in shared and not param.dtype.is_complex:
                 continue
             # A tensor that is no argument, but made of some, may need a gradient.
-            if p.dtype.is_complex or p.requires_grad or is_batched(p):
+            if param.dtype.is_complex or param.requires_grad or is_batched(param):
                 return None
-        for x, key in zip(op.data, map(id, op.data)):
+        by_data = False
+        for tensor, key in zip(op.data, map(id, op.data)):
             is_shared = key in shared
-            if x.dtype.is_complex or x.requires_grad and not is_shared:
+            if tensor.dtype.is_complex or tensor.requires_grad and not is_shared:
                 return None
             by_data = by_data or not is_shared
         # If the first is not shared, the gradients of the others need no data.
         if not by_data or keys[0] not in shared:
             return None
         pairs: Any = zip(op.params, keys)
-        return tuple([self.value(p, k) if k in shared else None for p, k in pairs])
+        return tuple(
+            [self.value(param, key) if key in shared else None for param, key in pairs]
+        )
 
     def by_rule(
-        self, func: Callable, op: Op, shared: dict[int, T], args: tuple, kwargs: dict
+        self,
+        function: Callable,
+        op: Op,
+        shared: dict[int, T],
+        args: tuple,
+        kwargs: dict,
     ) -> T | None:
         """
         Runs an op that has a rule, and records its uses of parameters. Returns None if
@@ -342,49 +379,57 @@ class SampleGroup(TorchFunctionMode):
             return None
         data: Sequence[T] = op.data
         if True in map(_requires_grad, data):
-            data = [self.copy(x) if id(x) in shared else x for x in data]
+            data = [
+                self.copy(tensor) if id(tensor) in shared else tensor for tensor in data
+            ]
         run_all = op.run_all if True in map(is_batched, data) else None
         if run_all is None:
-            y = call_with(swapped(op, values, data), func, args, kwargs)
+            output = call_with(swapped(op, values, data), function, args, kwargs)
         if current_level() != self.level.number:
             raise NotAtOnce(_INSIDE)
-        layer = pop_level()  # as Outside() does in twice as many calls
+        # A block of Outside() would take twice as many calls.
+        layer = pop_level()
         try:
             data = [*map(self.level.unwrap, data)]
             if run_all is None:
-                y = self.inner(y)
+                output = self.inner(output)
             else:
-                params = zip(op.params, values)
-                y = run_all([p if v is None else v.shared for p, v in params], *data)
-            if y.dtype.is_complex:
+                pairs = zip(op.params, values)
+                params = [
+                    param if value is None else value.shared for param, value in pairs
+                ]
+                output = run_all(params, *data)
+            if output.dtype.is_complex:
                 return None
-            return self.note(y, values, op.factors, op.event_dims, data, op.data_dims)
+            return self.note(
+                output, values, op.factors, op.event_dims, data, op.data_dims
+            )
         finally:
             push_level(layer)
 
-    def own(self, x: T | None) -> T | None:
-        """Returns per-sample copies if ``x`` is made of parameters, else ``x``."""
-        if x is None or not (self.is_shared(x) and torch.is_grad_enabled()):
-            return x
-        if self.constants({id(x): x}):
-            self.check_leaves([x])
-            return x.detach()
-        return self.copy(x)
+    def own(self, tensor: T | None) -> T | None:
+        """Returns per-sample copies of what is made of parameters, or the tensor."""
+        if tensor is None or not self.is_shared(tensor) or not torch.is_grad_enabled():
+            return tensor
+        if self.constants({id(tensor): tensor}):
+            self.check_leaves([tensor])
+            return tensor.detach()
+        return self.copy(tensor)
 
-    def copy(self, x: T) -> T:
+    def copy(self, tensor: T) -> T:
         """Returns one copy for each sample, without memory, at the vmap level."""
-        value = self.value(x, id(x))
-        found = self._copies.get(id(value))
-        if found is None:
+        value = self.value(tensor, id(tensor))
+        copies = self._copies.get(id(value))
+        if copies is None:
             with self.outside():
-                copies, dims = self.inner(value.shared), value.tensor.ndim
-                found = self.note(copies, (value,), of_copies, dims, (), ())
-            self._copies[id(value)] = found
-        return found
+                rows, event_dims = self.inner(value.shared), value.tensor.ndim
+                copies = self.note(rows, (value,), of_copies, event_dims, (), ())
+            self._copies[id(value)] = copies
+        return copies
 
     def note(
         self,
-        y: T,
+        output: T,
         values: tuple[ParameterValue | None, ...],
         factors: Callable,
         event_dims: int,
@@ -394,94 +439,101 @@ class SampleGroup(TorchFunctionMode):
         """
         Records a use of parameters (see :class:`ParameterUse`), with the dims that
         belong to one row (see :class:`Op`). Called outside; returns the output
-        ``y [B, *rows, *event]`` at the vmap level.
+        ``[B, *rows, *event]`` at the vmap level.
         """
-        if not y.requires_grad:
-            y.requires_grad_()
+        if not output.requires_grad:
+            output.requires_grad_()
         # Where no data have a graph, the graph of the samples ends at this use.
-        source = None if True in map(_requires_grad, data) else get_gradient_edge(y)
-        y = renewed(y, y.shape)
-        node: Any = y.grad_fn
+        source = None
+        if True not in map(_requires_grad, data):
+            source = get_gradient_edge(output)
+        output = renewed(output, output.shape)
+        node: Any = output.grad_fn
         edge, versions = GradientEdge(node, 0), tuple(map(_version, data))
-        dims = tuple([x.ndim - 1 - n for x, n in zip(data, data_dims)])
-        at = y.ndim - 1 - event_dims
-        use = ParameterUse(values, factors, at, data, dims, versions, edge, source)
+        data_rows = tuple(
+            [tensor.ndim - 1 - dims for tensor, dims in zip(data, data_dims)]
+        )
+        rows = output.ndim - 1 - event_dims
+        use = ParameterUse(
+            values, factors, rows, data, data_rows, versions, edge, source
+        )
         self.uses += [use]
-        return self.wrap(y)
+        return self.wrap(output)
 
     def of_others(
-        self, run: Callable, given: Sequence[T], size: int, samples: T | None = None
+        self, run: Callable, rows: Sequence[T], size: int, samples: T | None = None
     ) -> T:
         """
         Runs samples of other processes ``[n, ...]``, and records their uses; called
         outside. ``samples`` are their indices among ``size`` samples.
         """
         inner = copy.copy(self)
-        SampleGroup.__init__(inner, (), len(given[0]))
+        SampleGroup.__init__(inner, (), len(rows[0]))
         inner.params = self.params
         with inner.level:
-            wrapped = [inner.wrap(x) for x in given]
-            y = inner.inner(inner.watch(lambda: run(*wrapped)))
-        self.uses += [x._replace(size=size, samples=samples) for x in inner.uses]
+            wrapped = map(inner.wrap, rows)
+            output = inner.inner(inner.watch(partial(run, *wrapped)))
+        for use in inner.uses:
+            self.uses.append(use._replace(size=size, samples=samples))
         self.read_data |= inner.read_data
         self.runs_others |= inner.runs_others
         self._random = inner._random
-        return y
+        return output
 
     def free_copies(self) -> None:
         """Drops the per-sample copies, after the forward."""
         self._copies.clear()
 
 
-def _is_one_a_sample(x: Any) -> bool:
-    return (type(x) in _TENSORS or isinstance(x, T)) and is_batched(x)
-
-
-def _as_row(x: Any) -> Any:
-    return x[None] if isinstance(x, T) else x
-
-
-def _any_batched(args: Iterable) -> bool:
+def _any_batched(arguments: Iterable) -> bool:
     """Returns True if some argument is batched."""
-    return any(
-        (
-            is_batched(x)
-            if isinstance(x, T)
-            else type(x) in (list, tuple) and _any_batched(x)
-        )
-        for x in args
-    )
+    for argument in arguments:
+        if isinstance(argument, T):
+            if is_batched(argument):
+                return True
+        elif type(argument) in _LISTS and _any_batched(argument):
+            return True
+    return False
 
 
-def changes_in_place(func: Callable) -> bool:
+def changes_in_place(function: Callable) -> bool:
     """Returns True if the name says that it changes its first argument."""
-    name = getattr(func, "__name__", "")
-    plain = name.endswith("_") and not name.endswith("__")
-    return plain or name == "__setitem__" or name.startswith("__i")
+    name = getattr(function, "__name__", "")
+    if name == "__setitem__" or name.startswith("__i"):
+        return True
+    return name.endswith("_") and not name.endswith("__")
 
 
 def swapped(
     op: Op, values: Sequence[ParameterValue | None], data: Sequence[T]
 ) -> dict[int, T]:
     """Returns what an op is called with instead of its parameters and shared data."""
-    swap = {id(x): y for x, y in zip(op.data, data) if y is not x}
-    swap.update((id(v.tensor), v.shared) for v in values if v is not None)
-    return swap
+    replaced = {}
+    for tensor, other in zip(op.data, data):
+        if tensor is not other:
+            replaced[id(tensor)] = other
+    for value in values:
+        if value is not None:
+            replaced[id(value.tensor)] = value.shared
+    return replaced
 
 
-def call_with(swap: dict[int, T], func: Callable, args: tuple, kwargs: dict) -> Any:
+def call_with(
+    replaced: dict[int, T], function: Callable, args: tuple, kwargs: dict
+) -> Any:
     """Calls a function with some tensors replaced, by their ids."""
     if kwargs:
-        kwargs = dict(zip(kwargs, _swapped(list(kwargs.values()), swap)))
-    return func(*_swapped(args, swap), **kwargs)
+        kwargs = dict(zip(kwargs, _swapped([*kwargs.values()], replaced)))
+    return function(*_swapped(args, replaced), **kwargs)
 
 
-def _swapped(args: Any, swap: dict[int, T]) -> Any:
-    found = []
-    for x in args:
-        if isinstance(x, T):
-            x = swap.get(id(x), x)
-        elif type(x) in (list, tuple):
-            x = _swapped(x, swap)
-        found.append(x)
-    return type(args)(found)
+def _swapped(args: tuple | list, replaced: dict[int, T]) -> Any:
+    """Replaces tensors in arguments, and in lists of these."""
+    arguments = []
+    for argument in args:
+        if isinstance(argument, T):
+            argument = replaced.get(id(argument), argument)
+        elif type(argument) in _LISTS:
+            argument = _swapped(argument, replaced)
+        arguments.append(argument)
+    return type(args)(arguments)

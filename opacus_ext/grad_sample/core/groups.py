@@ -33,135 +33,185 @@ Take = Callable[[Any, int], Any]
 
 
 class Samples(NamedTuple):
-    """Samples with one tree structure and shapes, each a batch of one."""
+    """
+    Samples with one tree structure and shapes, each a batch of one.
 
-    rows: T | None  # their indices in the batch; None for all
-    leaves: list[Any]  # tensors [B, 1, ...], or shared values
-    by_sample: list[bool]  # for each leaf: True if it is a tensor [B, 1, ...]
-    spec: pytree.TreeSpec  # structure of a sample
-    size: int  # number of samples
-    like: UserDict | None = None  # the mapping that a sample is, if it is no dict
+    Attributes:
+        rows: their indices in the batch; None for all
+        leaves: tensors ``[B, 1, ...]``, or values that all samples share
+        by_sample: for each leaf, True if it is a tensor ``[B, 1, ...]``
+        spec: structure of a sample
+        size: number of samples
+        like: the mapping that a sample is, such as a BatchEncoding, if it is no dict
+    """
+
+    rows: T | None
+    leaves: list[Any]
+    by_sample: list[bool]
+    spec: pytree.TreeSpec
+    size: int
+    like: UserDict | None = None
 
     def select(self, index: T) -> Samples:
         """Returns the samples at some indices."""
+        # All samples in their order need no copies.
         if len(index) == self.size and bool((index[1:] > index[:-1]).all()):
             return self
-        pairs = zip(self.leaves, self.by_sample)
-        leaves = [x[index.to(x.device)] if own else x for x, own in pairs]
-        rows = index if self.rows is None else self.rows[index]
+        leaves = self._map(lambda leaf: leaf[index.to(leaf.device)])
+        rows = index
+        if self.rows is not None:
+            rows = self.rows[index]
         return self._replace(rows=rows, leaves=leaves, size=len(index))
 
-    def alone(self, i: int) -> Any:
-        """Returns sample ``i`` as a tree of tensors ``[1, ...]``."""
-        return self.tree(lambda x: x[i].clone())  # which is no view of the batch
+    def alone(self, number: int) -> Any:
+        """Returns a sample as a tree of tensors ``[1, ...]``, which are no views."""
+        return self.tree(lambda leaf: leaf[number].clone())
 
     def zeros(self, value: int = 0) -> Any:
         """Returns a sample filled with zeros, or with another number."""
-        return self.tree(lambda x: x.new_full(x.shape[1:], value))
+        return self.tree(lambda leaf: leaf.new_full(leaf.shape[1:], value))
 
     def tree(self, function: Callable[[T], Any]) -> Any:
         """Returns the tree of a sample, with a function applied to batched leaves."""
-        pairs = zip(self.leaves, self.by_sample)
-        leaves = [function(x) if own else x for x, own in pairs]
-        found = pytree.tree_unflatten(leaves, self.spec)
+        tree = pytree.tree_unflatten(self._map(function), self.spec)
         if self.like is None:
-            return found
-        sample = copy.copy(self.like)  # a BatchEncoding, say
-        sample.data = found
+            return tree
+        # A copy keeps the type and other attributes, such as those of a BatchEncoding.
+        sample = copy.copy(self.like)
+        sample.data = tree
         return sample
+
+    def _map(self, function: Callable[[T], Any]) -> list[Any]:
+        """Applies a function to the batched leaves."""
+        leaves = []
+        for leaf, by_sample in zip(self.leaves, self.by_sample):
+            leaves.append(function(leaf) if by_sample else leaf)
+        return leaves
 
 
 def samples_of(batch: Any, take: Take | None = None) -> tuple[list[Samples], int]:
     """
     Splits a batch into samples, grouped by structure and shapes, and returns these and
-    the batch size; see :func:`~opacus_ext.clipped_grads` for the arguments.
+    the batch size; see :function:`~opacus_ext.clipped_grads` for the arguments.
     """
-    if take is not None and not callable(take):
+    if take is not None:
+        return _taken(batch, take)
+    like = None
+    if isinstance(batch, UserDict):
+        like = batch
+    # A mapping of a type that pytree does not know would be a leaf.
+    if isinstance(batch, Mapping) and type(batch) not in pytree.SUPPORTED_NODES:
+        batch = dict(batch)
+    paths, structure = pytree.tree_flatten_with_path(batch)
+    size = _size_of(paths)
+    leaves = [leaf for _, leaf in paths]
+    tensors = [leaf.detach() for leaf in leaves if isinstance(leaf, T)]
+    # Samples must not share memory. The compiler copies all of them.
+    if not torch.compiler.is_compiling():
+        tensors = set_apart(tensors, [0] * len(tensors))
+    by_sample = [isinstance(leaf, T) for leaf in leaves]
+    apart = iter(tensors)
+    for position, is_tensor in enumerate(by_sample):
+        if is_tensor:
+            leaves[position] = next(apart).unsqueeze(1)
+    return [Samples(None, leaves, by_sample, structure, size, like)], size
+
+
+def _size_of(paths: Sequence[tuple[tuple, Any]]) -> int:
+    """Returns the first dim that all tensors of a batch have; refuses other leaves."""
+    # One leaf for each first dim is named; leaves without one have -1 or -2.
+    names: dict[int, str] = {}
+    for path, leaf in paths:
+        name = pytree.keystr(path) or "batch"
+        if isinstance(leaf, T) and leaf.layout is torch.strided and not leaf.is_nested:
+            names.setdefault(leaf.shape[0] if leaf.dim() else -1, name)
+        elif not isinstance(leaf, (bool, NoneType)):
+            # Each sample would see all of a list, an array or a number.
+            kind = f"type {type(leaf).__name__}"
+            if isinstance(leaf, T):
+                kind = "nested tensors" if leaf.is_nested else f"{leaf.layout}"
+            names.setdefault(-2, f"{name} of {kind}")
+    if len(names) == 1 and min(names) >= 0:
+        return min(names)
+    reasons = {-1: "has no dims", -2: "is no tensor that can be cut"}
+    described = []
+    for size, name in names.items():
+        described.append(f"{name} {reasons.get(size, f'has first dim {size}')}")
+    raise Refused(
+        "A batch is a tree of tensors [B, ...] with one first dim, got "
+        f"{', '.join(described) or 'no tensor'}.",
+        parameter="batch",
+        remedy="Close over what all samples share in the loss, make tensors of "
+        "lists, or give take=function, where function(batch, i) gives sample i.",
+    )
+
+
+def _lengths(batch: Any) -> set[int]:
+    """Returns the numbers of items that a batch may have, by its length and parts."""
+    if isinstance(batch, (UserDict, UserList)):
+        batch = batch.data
+    if isinstance(batch, T):
+        return _lengths_of_fields([batch])
+    if isinstance(batch, Mapping):
+        return _lengths_of_fields([*batch.values()])
+    if not isinstance(batch, (list, tuple)):
+        return set()
+    lengths = _lengths_of_fields(batch)
+    kinds: set[Any] = set()
+    for item in batch:
+        if isinstance(item, T):
+            kinds.add((item.dtype, item.shape[1:]))
+        else:
+            kinds.add(type(item))
+    # Items of one kind may be the samples; of several kinds, they are fields.
+    if len(kinds) < 2:
+        lengths.add(len(batch))
+    return lengths
+
+
+def _lengths_of_fields(fields: Sequence[Any]) -> set[int]:
+    """Returns their length, if it is one."""
+    lengths = set()
+    for field in fields:
+        if not isinstance(field, (list, tuple, T)):
+            return set()
+        if isinstance(field, T) and not field.dim():
+            return set()
+        lengths.add(len(field))
+    if len(lengths) > 1:
+        return set()
+    return lengths
+
+
+def _taken(batch: Any, take: Take) -> tuple[list[Samples], int]:
+    """Makes samples of what ``take`` returns; see :function:`samples_of`."""
+    if not callable(take):
         raise Refused(
             f"take is a function, got {type(take).__name__}.",
             parameter="take",
             remedy="Give a function of the batch and a number i that returns sample i.",
         )
-    if take is not None:
-        return _taken(batch, take)
-    like = batch if isinstance(batch, UserDict) else None
-    is_mapping = (
-        isinstance(batch, Mapping) and type(batch) not in pytree.SUPPORTED_NODES
-    )
-    batch = dict(batch) if is_mapping else batch
-    paths, spec = pytree.tree_flatten_with_path(batch)
-    found: dict[int, str] = {}
-    for name, x in ((pytree.keystr(path) or "batch", x) for path, x in paths):
-        if isinstance(x, T) and x.layout is torch.strided and not x.is_nested:
-            found.setdefault(x.shape[0] if x.dim() else -1, name)
-        elif not isinstance(x, (bool, NoneType)):  # each sample would see all of it
-            kind = f"type {type(x).__name__}"
-            if isinstance(x, T):
-                kind = "nested tensors" if x.is_nested else f"{x.layout}"
-            found.setdefault(-2, f"{name} of {kind}")
-    if len(found) != 1 or min(found) < 0:
-        what = {-1: "has no dims", -2: "is no tensor that can be cut"}
-        said = ", ".join(
-            f"{name} {what.get(n, f'has first dim {n}')}" for n, name in found.items()
-        )
-        raise Refused(
-            "A batch is a tree of tensors [B, ...] with one first dim, got "
-            f"{said or 'no tensor'}.",
-            parameter="batch",
-            remedy="Close over what all samples share in the loss, make tensors of "
-            "lists, or give take=function, where function(batch, i) gives sample i.",
-        )
-    (size,) = found
-    by_sample = [isinstance(x, T) for _, x in paths]
-    leaves = [x for _, x in paths]
-    tensors = [x.detach() for x in leaves if isinstance(x, T)]
-    if not torch.compiler.is_compiling():  # which copies all
-        tensors = set_apart(tensors, [0] * len(tensors))
-    apart = iter(tensors)
-    leaves = [next(apart).unsqueeze(1) if isinstance(x, T) else x for x in leaves]
-    return [Samples(None, leaves, by_sample, spec, size, like)], size
-
-
-def _lengths(batch: Any) -> set[int]:
-    """Returns the numbers of items that a batch may have, by its length and parts."""
-    if isinstance(batch, T):
-        return {len(batch)} if batch.dim() else set()
-    batch = batch.data if isinstance(batch, (UserDict, UserList)) else batch
-    if isinstance(batch, Mapping):
-        return _lengths_of_fields(list(batch.values()))
-    if not isinstance(batch, (list, tuple)):
-        return set()
-    kinds = {(x.dtype, x.shape[1:]) if isinstance(x, T) else type(x) for x in batch}
-    return _lengths_of_fields(batch) | ({len(batch)} if len(kinds) < 2 else set())
-
-
-def _lengths_of_fields(fields: Sequence[Any]) -> set[int]:
-    """Returns their length, if it is one."""
-    sized = [len(x) for x in fields if isinstance(x, (list, tuple)) or _has_dims(x)]
-    return {*sized} if len(sized) == len(fields) and len({*sized}) == 1 else set()
-
-
-def _has_dims(x: Any) -> bool:
-    return isinstance(x, T) and x.dim() > 0
-
-
-def _taken(batch: Any, take: Take) -> tuple[list[Samples], int]:
     items = list(_items(batch, take))
-    kinds: dict[Any, list[int]] = {}  # the numbers of samples that can run together
     flat = [pytree.tree_flatten(item) for item in _apart(items)]
-    for i, (leaves, spec) in enumerate(flat):
-        kinds.setdefault(_kind_of(leaves, spec, i), []).append(i)
+    # The numbers of the samples that can run together.
+    kinds: dict[Hashable, list[int]] = {}
+    for number, (leaves, structure) in enumerate(flat):
+        kind = _kind_of(leaves, structure, number)
+        kinds.setdefault(kind, []).append(number)
     samples = []
-    for rows in kinds.values():
-        leaves, spec = flat[rows[0]]
-        columns = zip(*(flat[i][0] for i in rows))
-        leaves = [
-            torch.stack([x.detach() for x in column]) if isinstance(x, T) else x
-            for x, column in zip(leaves, columns)
-        ]
-        by_sample = [isinstance(x, T) for x in leaves]
-        at = torch.tensor(rows) if len(kinds) > 1 else None
-        samples.append(Samples(at, leaves, by_sample, spec, len(rows)))
+    for numbers in kinds.values():
+        leaves, structure = flat[numbers[0]]
+        by_sample = [isinstance(leaf, T) for leaf in leaves]
+        columns = zip(*(flat[number][0] for number in numbers))
+        for position, column in enumerate(columns):
+            if by_sample[position]:
+                rows_of_leaf = [leaf.detach() for leaf in column]
+                leaves[position] = torch.stack(rows_of_leaf)
+        # One kind is the whole batch, in its order.
+        rows = None
+        if len(kinds) > 1:
+            rows = torch.tensor(numbers)
+        samples.append(Samples(rows, leaves, by_sample, structure, len(numbers)))
     return samples, len(items)
 
 
@@ -169,42 +219,50 @@ def _apart(items: list[Any]) -> list[Any]:
     """Copies what several items hold, or may hold, and could write to."""
     seen: set[int] = set()
 
-    def own(x: Any) -> Any:
-        if isinstance(x, np.ndarray):
-            return x.copy()
-        if isinstance(x, T) or key_of(x) is not None or isinstance(x, _CODE):
-            return x
-        is_new = id(x) not in seen
-        seen.add(id(x))
-        return x if is_new else _copied(x)
+    def separate(leaf: Any) -> Any:
+        # Arrays of several samples may be views of one.
+        if isinstance(leaf, np.ndarray):
+            return leaf.copy()
+        if isinstance(leaf, T) or key_of(leaf) is not None or isinstance(leaf, _CODE):
+            return leaf
+        if id(leaf) in seen:
+            return _copied(leaf)
+        seen.add(id(leaf))
+        return leaf
 
-    return [pytree.tree_map(own, item) for item in items]
+    return [pytree.tree_map(separate, item) for item in items]
 
 
-def _copied(x: Any) -> Any:
+def _copied(leaf: object) -> Any:
     try:
-        return copy.deepcopy(x)
+        return copy.deepcopy(leaf)
     except Exception as error:
         raise Refused(
-            f"Several samples hold one {type(x).__name__}, which can't be copied "
+            f"Several samples hold one {type(leaf).__name__}, which can't be copied "
             f"({type(error).__name__}: {error}): one could write to what others read.",
             parameter="take",
             remedy="Close over it in the loss, or give each sample its own.",
         ) from error
 
 
-def _kind_of(leaves: list[Any], spec: pytree.TreeSpec, i: int) -> Hashable:
+def _kind_of(leaves: list[Any], structure: pytree.TreeSpec, number: int) -> Hashable:
     """Returns a key that is equal for samples that run together."""
-    keys: list[Hashable | None] = [key_of_tree(spec)]
-    for x in leaves:
-        is_tensor = isinstance(x, T)
-        keys.append((x.shape, x.dtype, x.device) if is_tensor else key_of(x))
-    # Of a None, it can't be told whether others are the same.
-    return i if None in keys else tuple(keys)
+    keys: list[Hashable | None] = [key_of_tree(structure)]
+    for leaf in leaves:
+        if isinstance(leaf, T):
+            keys.append((leaf.shape, leaf.dtype, leaf.device))
+        else:
+            keys.append(key_of(leaf))
+    # An object without a key may be unlike that of any other sample.
+    if None in keys:
+        return number
+    return tuple(keys)
 
 
+# Samples may share code, modules and classes: a copy would not be the same object.
 _CODE = type, ModuleType, FunctionType, BuiltinFunctionType, nn.Module
-_BEYOND = 8  # how many items behind the last one are tried at least
+# At least so many items behind the last one are tried.
+_BEYOND = 8
 
 
 def _items(batch: Any, take: Take) -> Iterator[Any]:
@@ -213,21 +271,23 @@ def _items(batch: Any, take: Take) -> Iterator[Any]:
     where an item fails, and all behind it do: an error of one item is no end.
     """
     if hasattr(take, "size"):
-        for i in range(take.size(batch)):
-            yield _checked_item(take(batch, i), i)
+        for number in range(take.size(batch)):
+            yield _checked_item(take(batch, number), number)
         return
-    sizes, i = _lengths(batch), 0
-    item, error = _attempt(batch, take, i)
+    lengths, count = _lengths(batch), 0
+    item, error = _attempt(batch, take, count)
     while error is None:
-        yield _checked_item(item, i)
-        i += 1
-        item, error = _attempt(batch, take, i)
-    last = max(i + _BEYOND, *sizes, 0)
-    goes_on = any(_attempt(batch, take, j)[1] is None for j in range(i + 1, last + 1))
-    if goes_on or sizes and i not in sizes and i < max(sizes):
+        yield _checked_item(item, count)
+        count += 1
+        item, error = _attempt(batch, take, count)
+    last = max(count + _BEYOND, *lengths, 0)
+    behind = range(count + 1, last + 1)
+    goes_on = any(_attempt(batch, take, number)[1] is None for number in behind)
+    # A batch that is longer, and has no part of this length, has not ended either.
+    if goes_on or lengths and count not in lengths and count < max(lengths):
         raise Refused(
-            f"take(batch, {i}) failed ({type(error).__name__}: {error}), and the batch "
-            "does not end there.",
+            f"take(batch, {count}) failed ({type(error).__name__}: {error}), and the "
+            "batch does not end there.",
             parameter="take",
             remedy="Mend it; or if there are no more samples, set take.size = function,"
             " where function(batch) gives their number.",
@@ -237,47 +297,60 @@ def _items(batch: Any, take: Take) -> Iterator[Any]:
 def take_of_call(take: Take) -> Take:
     """Makes a function that takes samples of ``(args, kwargs)``."""
 
-    def both(given: Any, i: int) -> Any:
-        args, kwargs = given
-        own = take(args, i) if args else (), take(kwargs, i) if kwargs else {}
-        return tuple(own[0]), dict(own[1])
+    def take_both(arguments: Any, number: int) -> Any:
+        args, kwargs = arguments
+        by_position, by_name = (), {}
+        if args:
+            by_position = take(args, number)
+        if kwargs:
+            by_name = take(kwargs, number)
+        return tuple(by_position), dict(by_name)
 
-    def size(given: Any) -> int:
-        found = {getattr(take, "size")(part) for part in given if part} - {None}
-        if len(found) != 1:
+    def size(arguments: Any) -> int:
+        size_of = getattr(take, "size")
+        sizes = {size_of(part) for part in arguments if part} - {None}
+        if len(sizes) != 1:
             raise Refused(
-                f"The arguments by position and by keyword hold {sorted(found)} "
+                f"The arguments by position and by keyword hold {sorted(sizes)} "
                 "samples.",
                 parameter="take",
                 remedy="Give as many samples in both.",
             )
-        return min(found)
+        return min(sizes)
 
+    # Without a size, a batch ends where `take` fails.
     if hasattr(take, "size"):
-        vars(both)["size"] = size
-    return both
+        vars(take_both)["size"] = size
+    return take_both
 
 
-def _attempt(batch: Any, take: Take, i: int) -> tuple[Any, Exception | None]:
+def _attempt(batch: Any, take: Take, number: int) -> tuple[Any, Exception | None]:
     """Returns an item, or the error that there is none."""
     try:
-        item = take(batch, i)
+        item = take(batch, number)
     except (IndexError, StopIteration) as error:
         return None, error
-    return item, IndexError("no rows") if _has_no_rows(item) else None
+    # A slice behind the last sample is no error, but empty.
+    if _has_no_rows(_tensors_of(item)):
+        return item, IndexError("no rows")
+    return item, None
 
 
-def _has_no_rows(item: Any) -> bool:
-    tensors = [x for x in pytree.tree_leaves(item) if isinstance(x, T)]
-    return bool(tensors) and all(x.dim() and not len(x) for x in tensors)
+def _tensors_of(item: Any) -> list[T]:
+    return [leaf for leaf in pytree.tree_leaves(item) if isinstance(leaf, T)]
 
 
-def _checked_item(item: Any, i: int) -> Any:
-    is_empty = not any(isinstance(x, T) for x in pytree.tree_leaves(item))
-    if is_empty or _has_no_rows(item):
+def _has_no_rows(tensors: list[T]) -> bool:
+    is_empty = [tensor.dim() > 0 and not len(tensor) for tensor in tensors]
+    return bool(is_empty) and all(is_empty)
+
+
+def _checked_item(item: Any, number: int) -> Any:
+    tensors = _tensors_of(item)
+    if not tensors or _has_no_rows(tensors):
         raise Refused(
-            f"take(batch, {i}) gave a sample without "
-            f"{'a tensor' if is_empty else 'rows'}.",
+            f"take(batch, {number}) gave a sample without "
+            f"{'rows' if tensors else 'a tensor'}.",
             parameter="take",
             remedy="It must give sample i as a tree of tensors [1, ...].",
         )
@@ -308,71 +381,91 @@ def in_groups(
     """
     todo = deque(samples)
     while todo:
-        some, reason = todo.popleft(), None
-        if microbatch is not None and some.size > microbatch:
-            every = torch.arange(some.size)
-            todo.extendleft(some.select(i) for i in reversed(every.split(microbatch)))
+        part, reason = todo.popleft(), None
+        if microbatch is not None and part.size > microbatch:
+            chunks = torch.arange(part.size).split(microbatch)
+            todo.extendleft(map(part.select, reversed(chunks)))
             continue
-        if some.size > 1 and not one_by_one:
-            before = written(some)
+        # Samples that fail together may have written to themselves before.
+        if part.size > 1 and not one_by_one:
+            before = written(part)
             try:
-                at_once(some)
+                at_once(part)
                 continue
             except BranchesDiffer as differ:
                 put_back(before)
-                todo.extendleft(differ.parts(some))
+                todo.extendleft(_split(part, differ.answers))
                 continue
             except Refused:
                 raise
-            except Exception as error:  # of vmap, or of the user's code
+            except Exception as error:
+                # The error is of vmap, or of the user's code: alone, a sample tells.
                 put_back(before)
                 reason = why(error)
-        for i in range(some.size):
-            one(some, i)
+        for number in range(part.size):
+            one(part, number)
         if reason and warn is not None:
             warn(reason)
 
 
-def version(x: T) -> int:
+def _split(samples: Samples, answers: T) -> Iterator[Samples]:
+    """Yields the samples with each of the answers ``[B]``."""
+    answers = answers.cpu()
+    for answer in answers.unique():
+        yield samples.select((answers == answer).nonzero()[:, 0])
+
+
+def version(tensor: T) -> int:
     """Returns the number of writes to a tensor."""
-    return 0 if x.is_inference() else x._version
+    if tensor.is_inference():
+        return 0
+    return tensor._version
 
 
-def written(some: Samples) -> list[tuple[T, int, T | None]]:
+def written(samples: Samples) -> list[tuple[T, int, T | None]]:
     """
     Returns samples, which code may write to, with their versions and copies; None for
     outputs of a model, which are large.
     """
-    own = [x for x, by_sample in zip(some.leaves, some.by_sample) if by_sample]
-    return [
-        (x, version(x), None if x.requires_grad else x.detach().clone()) for x in own
-    ]
+    states: list[tuple[T, int, T | None]] = []
+    for leaf, by_sample in zip(samples.leaves, samples.by_sample):
+        if not by_sample:
+            continue
+        kept = None
+        if not leaf.requires_grad:
+            kept = leaf.detach().clone()
+        states.append((leaf, version(leaf), kept))
+    return states
 
 
 def put_back(before: list[tuple[T, int, T | None]]) -> None:
     """Undoes the writes of a failed attempt to its samples."""
-    for x, count, kept in before:
-        if version(x) == count:
+    for leaf, count, kept in before:
+        if version(leaf) == count:
             continue
+        # An output of a model was not copied, as it is large.
         if kept is None:
             raise Refused(
-                f"A tensor of shape {tuple(x.shape)} that a model has computed was "
+                f"A tensor of shape {tuple(leaf.shape)} that a model has computed was "
                 "changed in place, by code that samples can't run together.",
                 remedy="Compute out of place: y = 2 * x instead of x.mul_(2).",
             )
-        x.detach().copy_(kept)
+        leaf.detach().copy_(kept)
 
 
 def why(error: BaseException) -> str:
     """Formats an error as one line of text, with the line of the user's code."""
-    inside = ("/torch/", "opacus_ext/grad_sample/")
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [f for f in frames if not any(part in f.filename for part in inside)]
-    text = next((x for x in str(error).splitlines() if x.strip()), "").strip()
-    what = text if isinstance(error, NotAtOnce) else f"{type(error).__name__}: {text}"
-    if not own:
-        return what[:200]
-    return f"{own[-1].filename}:{own[-1].lineno}: {own[-1].line} ({what[:200]})"
+    lines = filter(None, map(str.strip, str(error).splitlines()))
+    text = next(lines, "")
+    if not isinstance(error, NotAtOnce):
+        text = f"{type(error).__name__}: {text}"
+    text = text[:200]
+    # The innermost frame that is neither torch's nor ours is the user's.
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        file = frame.filename
+        if "/torch/" not in file and "opacus_ext/grad_sample/" not in file:
+            return f"{file}:{frame.lineno}: {frame.line} ({text})"
+    return text
 
 
 def warn_one_by_one(name: str, reason: str) -> None:
@@ -386,7 +479,12 @@ def warn_one_by_one(name: str, reason: str) -> None:
 
 def _both(*names: str) -> list[Callable]:
     """Returns the methods of tensors and the functions of torch with these names."""
-    return [f for name in names for x in (T, torch) if (f := getattr(x, name, None))]
+    functions = []
+    for name in names:
+        for owner in (T, torch):
+            if hasattr(owner, name):
+                functions.append(getattr(owner, name))
+    return functions
 
 
 @handles(
@@ -395,91 +493,110 @@ def _both(*names: str) -> list[Callable]:
     *(T.__bool__, T.__int__, T.__float__, T.__index__, T.__complex__),
     *(T.__format__, T.__repr__, T.__str__),
 )
-def ask(group: SampleGroup, func: Callable, x: T, *args: Any, **kwargs: Any) -> Any:
+def ask(
+    group: SampleGroup, function: Callable, tensor: T, *args: Any, **kwargs: Any
+) -> Any:
     """Uses the value that all samples share as the first argument."""
-    return func(group.agree(x), *args, **kwargs)
+    return function(group.agree(tensor), *args, **kwargs)
 
 
 @handles(
     *_both("new_zeros", "new_ones", "new_empty", "arange", "linspace"),
     *_both("narrow", "masked_select", "repeat_interleave"),
 )
-def ask_rest(group: SampleGroup, func: Callable, *args: Any, **kwargs: Any) -> T:
+def ask_rest(group: SampleGroup, function: Callable, *args: Any, **kwargs: Any) -> T:
     """Uses values that all samples share as later arguments, such as shapes."""
-    first = 0 if func in (torch.arange, torch.linspace) else 1
-    given = *args[:first], *_agreed(group, args[first:])
-    return group.call(func, *given, **_agreed(group, kwargs))
+    # The first argument is a tensor with samples, but for functions that make one.
+    first = 0 if function in (torch.arange, torch.linspace) else 1
+    shared = _agreed(group, args[first:])
+    return group.call(function, *args[:first], *shared, **_agreed(group, kwargs))
 
 
+# Arguments of these types are most frequent, and the same for all samples.
 _NUMBERS = {int, float, type(None), type(...), torch.dtype, torch.device, bool}
 
 
-def _agreed(group: SampleGroup, given: Any) -> Any:
-    parts = given.values() if isinstance(given, dict) else given
-    if _NUMBERS.issuperset(map(type, parts)):
-        return given
-    return pytree.tree_map(lambda x: group.agree(x) if isinstance(x, T) else x, given)
+def _agreed(group: SampleGroup, values: Any) -> Any:
+    leaves = values
+    if isinstance(values, dict):
+        leaves = values.values()
+    if _NUMBERS.issuperset(map(type, leaves)):
+        return values
+    return pytree.tree_map_only(T, group.agree, values)
 
 
 @handles(*_both("where"))
-def where(group: SampleGroup, func: Callable, x: T, *args: Any) -> Any:
+def where(group: SampleGroup, function: Callable, tensor: T, *args: Any) -> Any:
     """Handles ``where(condition)``, which is ``nonzero``."""
-    return group.call(func, x, *args) if args else func(group.agree(x))
+    if args:
+        return group.call(function, tensor, *args)
+    return function(group.agree(tensor))
 
 
 @handles(T.__getitem__)
-def getitem(group: SampleGroup, func: Callable, x: T, index: Any) -> Any:
+def getitem(group: SampleGroup, function: Callable, tensor: T, index: Any) -> Any:
     """Handles masks and slices in an index, which decide the output shape."""
     if not _is_of_numbers(index):
         index = _agreed_index(group, index)
-    return group.call(func, x, index)
+    return group.call(function, tensor, index)
 
 
 def _is_of_numbers(index: Any) -> bool:
     """Returns True for the most frequent indices, which hold no tensors."""
-    for x in index if type(index) is tuple else (index,):
-        ends = (x.start, x.stop, x.step) if type(x) is slice else (x,)
-        for end in ends:
-            if type(end) not in _NUMBERS:
+    parts = index if type(index) is tuple else (index,)
+    for part in parts:
+        numbers: Sequence[Any] = (part,)
+        if type(part) is slice:
+            numbers = part.start, part.stop, part.step
+        for number in numbers:
+            if type(number) not in _NUMBERS:
                 return False
     return True
 
 
 @handles(T.__setitem__)
-def setitem(group: SampleGroup, func: Callable, x: T, index: Any, value: Any) -> Any:
+def setitem(
+    group: SampleGroup, function: Callable, tensor: T, index: Any, value: Any
+) -> Any:
     """Handles masks; a single value is written without comparing them."""
     if _is_mask(index) and not (isinstance(value, T) and value.dim()):
+        # The shape of the result does not depend on a mask that only fills.
         with group:
-            mask = index.reshape(index.shape + (1,) * (x.dim() - index.dim()))
-            return x.masked_fill_(mask, value)
-    return group.call(func, x, _agreed_index(group, index), value)
+            missing = tensor.dim() - index.dim()
+            mask = index.reshape(index.shape + (1,) * missing)
+            return tensor.masked_fill_(mask, value)
+    return group.call(function, tensor, _agreed_index(group, index), value)
 
 
-def _is_mask(x: Any) -> bool:
-    return isinstance(x, T) and x.dtype in (torch.bool, torch.uint8)
+def _is_mask(index: object) -> bool:
+    return isinstance(index, T) and index.dtype in (torch.bool, torch.uint8)
 
 
 def _agreed_index(group: SampleGroup, index: Any) -> Any:
     if _is_mask(index):
         return group.agree(index)
     if isinstance(index, slice):
-        ends = (index.start, index.stop, index.step)
-        return slice(*(int(group.agree(x)) if isinstance(x, T) else x for x in ends))
+        ends = [index.start, index.stop, index.step]
+        for position, end in enumerate(ends):
+            if isinstance(end, T):
+                ends[position] = int(group.agree(end))
+        return slice(*ends)
     if type(index) in (tuple, list):
-        return type(index)([_agreed_index(group, x) for x in index])
+        return type(index)([_agreed_index(group, part) for part in index])
     return index
 
 
 @handles(*_both("equal", "allclose"), T.__contains__)
-def compare(group: SampleGroup, func: Callable, *args: Any, **kwargs: Any) -> bool:
+def compare(group: SampleGroup, function: Callable, *args: Any, **kwargs: Any) -> bool:
     """Handles comparisons of tensors that return a bool."""
+    # In the block, the group is asked for the one bool of all samples.
     with group:
-        if func is T.__contains__:
+        if function is T.__contains__:
             return bool((args[0] == args[1]).any())
-        if func in (torch.allclose, T.allclose):
+        if function in (torch.allclose, T.allclose):
             return bool(torch.isclose(*args, **kwargs).all())
-        a, b = args
-        return a.shape == b.shape and bool((a == b).all())
+        first, second = args
+        return first.shape == second.shape and bool((first == second).all())
 
 
 # -- handlers of functions that vmap gets wrong ----------------------------------------
@@ -490,56 +607,68 @@ _aten = torch.ops.aten
 
 @handles(*_both("select_scatter"), _aten.select_scatter, _aten.select_scatter.default)
 def select_scatter(
-    group: SampleGroup, func: Callable, input: T, src: T, dim: int, index: int
+    group: SampleGroup, function: Callable, input: T, src: T, dim: int, index: int
 ) -> T:
     """Writes a slice: under vmap gradients of ``src`` count once a row of ``input``."""
-    start = index + input.shape[dim] if index < 0 else index
+    start = index
+    if index < 0:
+        start += input.shape[dim]
     with group:
         return torch.slice_scatter(input, src.unsqueeze(dim), dim, start, start + 1)
 
 
 @handles(*_both("as_strided_", "set_"), _aten.as_strided_, _aten.as_strided_.default)
-def moved_in_place(group: SampleGroup, func: Callable, *args: Any, **kw: Any) -> Any:
+def moved_in_place(
+    group: SampleGroup, function: Callable, *args: Any, **kwargs: Any
+) -> Any:
     """Runs samples one by one: vmap leaves the tensor as it is."""
-    raise NotAtOnce(f"{func.__name__}")
+    raise NotAtOnce(f"{function.__name__}")
 
 
 # -- handlers of autograd functions within the forward ---------------------------------
 
 
 @handles(getattr(T.data, "__get__"))
-def data_of(group: SampleGroup, func: Callable, x: T) -> T:
+def data_of(group: SampleGroup, function: Callable, tensor: T) -> T:
     """Tells the group, as what is written there has no new version."""
-    group.reach(x)
-    return group.call(func, x)
+    group.reach(tensor)
+    return group.call(function, tensor)
 
 
 @handles(T.requires_grad.__get__)
-def requires_grad(group: SampleGroup, func: Callable, x: T) -> bool:
+def requires_grad(group: SampleGroup, function: Callable, tensor: T) -> bool:
     """Reads the flag, which vmap hides."""
-    return func(group.level.unwrap(x) if is_batched(x) else x)
+    if is_batched(tensor):
+        tensor = group.level.unwrap(tensor)
+    return function(tensor)
 
 
 @handles(T.requires_grad_, init.uniform_, init.normal_, init.kaiming_uniform_)
-def of_leaf(group: SampleGroup, func: Callable, tensor: T, *args: Any, **kw: Any) -> T:
+def of_leaf(
+    group: SampleGroup, function: Callable, tensor: T, *args: Any, **kwargs: Any
+) -> T:
     """Makes a leaf that all samples share, as the parameter of a new layer."""
-    if func is T.requires_grad_:
+    if function is T.requires_grad_:
         if is_batched(tensor) or not group.eager:
-            return autograd_inside(group, func)
+            return autograd_inside(group, function)
     elif is_batched(tensor) or not isinstance(tensor, nn.Parameter):
-        return func(tensor, *args, **kw)
+        return function(tensor, *args, **kwargs)
     with group.outside():
-        return func(tensor, *args, **kw)
+        return function(tensor, *args, **kwargs)
 
 
 @handles(torch.autograd.grad, T.retain_grad)
-def autograd_inside(group: SampleGroup, func: Callable, *args: Any, **kw: Any) -> Any:
+def autograd_inside(
+    group: SampleGroup, function: Callable, *args: Any, **kwargs: Any
+) -> Any:
     """Runs samples one by one: uses within a gradient are not intercepted."""
-    raise NotAtOnce(f"{func.__name__} in the forward")
+    raise NotAtOnce(f"{function.__name__} in the forward")
 
 
 @handles(T.backward)
-def backward_inside(group: SampleGroup, func: Callable, *args: Any, **kw: Any) -> Any:
+def backward_inside(
+    group: SampleGroup, function: Callable, *args: Any, **kwargs: Any
+) -> Any:
     """Refuses ``backward()`` in the forward."""
     raise Refused(
         "backward() within the forward pass adds gradients that are not clipped.",
@@ -549,16 +678,18 @@ def backward_inside(group: SampleGroup, func: Callable, *args: Any, **kw: Any) -
 
 
 @handles(T.register_hook)
-def register_hook(group: SampleGroup, func: Callable, x: T, hook: Callable) -> Any:
+def register_hook(
+    group: SampleGroup, function: Callable, tensor: T, hook: Callable
+) -> Any:
     """Calls a hook on an activation with the gradients of all samples."""
-    if group.is_shared(x):
+    if group.is_shared(tensor):
         raise NotAtOnce("a hook on a parameter, or on a value computed from some")
-    if not is_batched(x):
-        return func(x, hook)
+    if not is_batched(tensor):
+        return function(tensor, hook)
 
     def check(grad: T) -> None:
-        found = hook(grad)
-        if found is not None and found is not grad:
+        changed = hook(grad)
+        if changed is not None and changed is not grad:
             raise Refused(
                 f"A hook on a tensor ({getattr(hook, '__name__', hook)}) changes the "
                 "gradient of an activation.",
@@ -567,8 +698,4 @@ def register_hook(group: SampleGroup, func: Callable, x: T, hook: Callable) -> A
             )
 
     with group.outside():
-        return func(group.level.unwrap(x), check)
-
-
-#: The handlers that apply to a sample alone, too: most read values of the data.
-READING = {ask, ask_rest, where, getitem, setitem, compare, backward_inside}
+        return function(group.level.unwrap(tensor), check)

@@ -22,7 +22,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -39,11 +39,13 @@ from opacus_ext.refused import Refused, waited_in_vain
 
 T = torch.Tensor
 
-# Places of a program where processes meet. Layers that gather are numbered from zero.
+# Points of a program at which processes meet. Layers that gather have numbers from 0.
 BEGIN, ALONE, FAILED, END, BACKWARD, WITHOUT_MODEL, OUTPUTS = range(-7, 0)
-_QUESTION = 2**32  # and the checksum of the form that answers have
+# A question has this number, plus the checksum of the form that its answers have.
+_QUESTION = 2**32
 _LOWEST = torch.iinfo(torch.int64).min
-_BUCKET = 25 * 2**20  # bytes that are summed together
+# So many bytes are summed together.
+_BUCKET = 25 * 2**20
 
 
 class Processes:
@@ -56,32 +58,38 @@ class Processes:
 
     def __init__(self, units: Sequence[FSDPModule]):
         self.units = units
-        self.stands_in = False  # True while zeros run, as this process has no samples
-        self._at_once = False  # True while samples run together
-        self._inside = False  # True within a forward pass
-        self._gathers = False  # True once a unit has run
-        self._apart = False  # True once processes met at different places
+        # True while zeros run, as this process has no samples.
+        self.stands_in = False
+        # True while samples run together.
+        self._at_once = False
+        # True within a forward pass.
+        self._inside = False
+        # True once a unit has run.
+        self._gathers = False
+        # True once processes met at different points.
+        self._apart = False
         self._group = None
-        if "gloo" not in dist.get_backend():  # reading a number must wait for no GPU
+        # With NCCL, the CPU would wait for the GPU to read a number.
+        if "gloo" not in dist.get_backend():
             world: Any = dist.group.WORLD
             options = world._get_backend(next(units[0].parameters()).device).options
             self._group = dist.new_group(backend="gloo", timeout=options._timeout)
-        self.handles = [
-            unit.register_forward_pre_hook(partial(self._before_unit, i), prepend=True)
-            for i, unit in enumerate(units)
-        ]
+        self.handles = []
+        for number, unit in enumerate(units):
+            hook = partial(self._before_unit, number)
+            self.handles.append(unit.register_forward_pre_hook(hook, prepend=True))
 
     # -- meetings ----------------------------------------------------------------------
 
-    def meet(self, place: int, number: int = 0, other: int = 0) -> tuple[int, int]:
+    def meet(self, point: int, number: int = 0, other: int = 0) -> tuple[int, int]:
         """
         Waits for all processes, and returns the largest of their numbers. If they are
-        at different places, all raise: BranchesDiffer while samples run together, as
+        at different points, all raise: BranchesDiffer while samples run together, as
         samples one by one may still agree; otherwise an error.
         """
-        numbers = torch.tensor([place, -place, number, other], device="cpu")
-        most, least, number, other = self._largest(numbers).tolist()
-        if most != -least:
+        numbers = torch.tensor([point, -point, number, other], device="cpu")
+        last, negative_first, number, other = self._largest(numbers).tolist()
+        if last != -negative_first:
             self._refuse_apart()
         return number, other
 
@@ -98,23 +106,28 @@ class Processes:
             "they belong to the layer around them.",
         )
 
-    def shared(self, place: int, rows: T) -> T | None:
+    def shared(self, point: int, rows: T) -> T | None:
         """
         Returns the row that all processes share; None if rows differ. A process without
         rows, or with shorter ones, goes by the others.
 
         Args:
-            place: see :meth:`meet`
+            point: see :meth:`meet`
             rows: integers ``[rows, n]``
         """
-        width, _ = self.meet(place, rows.shape[1])
-        # -x - 1 orders integers the other way round, and can't overflow as -x can.
+        width, _ = self.meet(point, rows.shape[1])
         ends = torch.full((2, width), _LOWEST, device="cpu")
         if rows.numel():
             rows = rows.long()
-            ends[:, : rows.shape[1]] = torch.stack([rows.amax(0), (-1 - rows).amax(0)])
-        most, least = self._largest(ends) if width else ends
-        return None if bool((most > -1 - least).any()) else most
+            # -x - 1 orders integers the other way round, and can't overflow as -x can.
+            largest, smallest = rows.amax(0), (-1 - rows).amax(0)
+            ends[:, : rows.shape[1]] = torch.stack([largest, smallest])
+        if width:
+            ends = self._largest(ends)
+        most, least = ends
+        if bool((most > -1 - least).any()):
+            return None
+        return most
 
     def _largest(self, numbers: T) -> T:
         try:
@@ -141,17 +154,22 @@ class Processes:
         """
         self.reshard()
         zeros = _stand_in(samples[0])
-        kinds = [some for some in samples if some.size]
+        kinds = [kind for kind in samples if kind.size]
         count, alone = self.meet(BEGIN, len(kinds), one_by_one)
         try:
-            for some in kinds + [zeros] * (count - len(kinds)):
-                reason = "" if alone else self._try(some, at_once)
+            for kind in kinds + [zeros] * (count - len(kinds)):
+                reason: str | None = ""
+                if not alone:
+                    reason = self._try(kind, at_once)
                 if reason is None:
                     continue
-                size = 0 if some is zeros else some.size
+                size = kind.size
+                if kind is zeros:
+                    size = 0
+                # Layers gather in all processes, or in none: so all take these rounds.
                 rounds, _ = self.meet(ALONE, size)
-                for i in range(size):
-                    one(some, i)
+                for number in range(size):
+                    one(kind, number)
                 for _ in range(size, rounds):
                     one(zeros, 0)
                 if reason:
@@ -161,20 +179,22 @@ class Processes:
             raise
         return count
 
-    def _try(self, some: Samples, at_once: Callable[[Samples], None]) -> str | None:
+    def _try(self, kind: Samples, at_once: Callable[[Samples], None]) -> str | None:
         """Runs samples together; returns why they can't, or None."""
-        before, reason = written(some), ""
-        self.stands_in, self._at_once = is_stand_in(some), True
+        before, reason = written(kind), ""
+        self.stands_in, self._at_once = is_stand_in(kind), True
         try:
-            at_once(some)
+            at_once(kind)
             return None
-        except BranchesDiffer:  # in all processes
+        except BranchesDiffer:
+            # The error is raised in all processes: no one has to be told.
             pass
         except Refused:
             raise
         except Exception as error:
             reason = why(error)
-            with suppress(BranchesDiffer):  # if the others have not failed alike
+            # The meeting raises if the other processes have not failed as this one.
+            with suppress(BranchesDiffer):
                 self.meet(FAILED)
         finally:
             self.stands_in = self._at_once = False
@@ -189,12 +209,14 @@ class Processes:
             result = function(*args)
         finally:
             self._inside = False
-        if self._apart:  # and the code has caught the error
+        # The code of the model may have caught the error.
+        if self._apart:
             self._refuse_apart()
         self.meet(END)
         return result
 
     def _before_unit(self, number: int, *args: Any) -> None:
+        # Elsewhere, as in an evaluation, processes need not be in step.
         if self._inside:
             self.meet(number)
         self._gathers = True
@@ -202,7 +224,8 @@ class Processes:
     def reset(self) -> None:
         """Frees what a pass that failed has gathered."""
         root = self.units[0]
-        if self._gathers and hasattr(root, "reset_iter_state"):  # torch 2.13
+        # Versions before torch 2.13 lack the method.
+        if self._gathers and hasattr(root, "reset_iter_state"):
             root.reset_iter_state()
         self.reshard()
 
@@ -220,37 +243,48 @@ class ShardedGroup(SampleGroup):
 
     frees_parameters = True
 
-    def __init__(self, processes: Processes, *given: Any):
-        super().__init__(*given)
+    def __init__(self, processes: Processes, *args: Any):
+        super().__init__(*args)
         self.processes = processes
 
-    def agree(self, x: T) -> T:
+    def agree(self, tensor: T) -> T:
         """Returns the value that the samples of all processes share."""
-        if not is_batched(x):
-            return x
+        if not is_batched(tensor):
+            return tensor
         self.read_data = True
         with self.outside():
-            values = self.level.unwrap(x).detach()
-            bits = as_bits(values.reshape(self.size, -1)).flatten(1)
-            form = zlib.crc32(repr((values.dtype, values.shape[1:])).encode())
-            rows = bits[:0] if self.processes.stands_in else bits
+            values = self.level.unwrap(tensor).detach()
+            shape, dtype = values.shape[1:], values.dtype
+            rows = as_bits(values.reshape(self.size, -1)).flatten(1)
+            # Processes whose answers have other shapes ask another question.
+            form = zlib.crc32(repr((dtype, shape)).encode())
+            if self.processes.stands_in:
+                rows = rows[:0]
             answer = self.processes.shared(_QUESTION + form, rows)
             if answer is None:
                 raise BranchesDiffer(torch.zeros(0))
-            answer = answer.to(bits).view(values.dtype)
-            return answer.view(values.shape[1:])
+            return answer.to(rows).view(dtype).view(shape)
 
 
 def _stand_in(form: Samples) -> Samples:
     """Makes a sample of zeros for a process that has none. Its row is -1."""
-    pairs = zip(form.leaves, form.by_sample)
-    leaves = [x.new_zeros(1, *x.shape[1:]) if cut else x for x, cut in pairs]
+    leaves = list(form.leaves)
+    for position, leaf in enumerate(leaves):
+        if form.by_sample[position]:
+            leaves[position] = leaf.new_zeros(1, *leaf.shape[1:])
     return form._replace(leaves=leaves, size=1, rows=torch.tensor([-1]))
 
 
-def is_stand_in(some: Any) -> bool:
+class _WithRows(Protocol):
+    @property
+    def rows(self) -> T | None:
+        """The indices of samples in the batch; None for all."""
+
+
+def is_stand_in(samples: _WithRows) -> bool:
     """Returns True for a sample of zeros that runs as other processes have more."""
-    return some.rows is not None and bool((some.rows < 0).any())
+    rows = samples.rows
+    return rows is not None and bool((rows < 0).any())
 
 
 class Shards:
@@ -265,10 +299,13 @@ class Shards:
     """
 
     def __init__(self, module: nn.Module):
-        units = [m for m in module.modules() if isinstance(m, FSDPModule)]
+        units = [part for part in module.modules() if isinstance(part, FSDPModule)]
         refuse_shards(type(module).__name__, module, units)
         self.shards: dict[str, Any] = dict(module.named_parameters())
-        self.own = {n: p for n, p in self.shards.items() if p.requires_grad}
+        self.own: dict[str, DTensor] = {}
+        for name, shard in self.shards.items():
+            if shard.requires_grad:
+                self.own[name] = shard
         self.gathered = gathered(module, units)
         refuse_tensor_parallel(self.gathered)
         self._refuse_others()
@@ -276,10 +313,10 @@ class Shards:
 
     def refuse_changes(self) -> None:
         """Refuses parameters that were frozen or unfrozen since the first gathering."""
-        for name, p in self.shards.items():
-            if p.requires_grad != self.gathered[name].requires_grad:
+        for name, shard in self.shards.items():
+            if shard.requires_grad != self.gathered[name].requires_grad:
                 raise Refused(
-                    f"requires_grad of {name} was set to {p.requires_grad} after "
+                    f"requires_grad of {name} was set to {shard.requires_grad} after "
                     "make_private: fully_shard keeps what it was before.",
                     parameter=name,
                     remedy="Freeze parameters before fully_shard.",
@@ -287,8 +324,8 @@ class Shards:
 
     def _refuse_others(self) -> None:
         """Refuses shards of fewer processes than there are."""
-        for name, p in self.own.items():
-            count = p.device_mesh.size()
+        for name, shard in self.own.items():
+            count = shard.device_mesh.size()
             if count != dist.get_world_size():
                 raise Refused(
                     f"{name} is sharded by fully_shard over {count} of "
@@ -304,10 +341,10 @@ def refuse_tensor_parallel(params: Mapping[str, T]) -> None:
     Refuses parameters of which a process has only a part while it computes: their
     per-sample gradients and norms would be those of the part.
     """
-    for name, p in params.items():
-        if isinstance(p, DTensor):
+    for name, parameter in params.items():
+        if isinstance(parameter, DTensor):
             raise Refused(
-                f"{name}, of shape {tuple(p.shape)}, is a DTensor within the "
+                f"{name}, of shape {tuple(parameter.shape)}, is a DTensor within the "
                 "computation of a sample. Tensor parallelism is not supported.",
                 parameter=name,
                 module=name.rpartition(".")[0] or None,
@@ -325,18 +362,21 @@ def refuse_shards(name: str, module: nn.Module, units: Sequence[FSDPModule]) -> 
             module=name,
             remedy="Call fully_shard on the whole model, last.",
         )
-    for parameter, p in module.named_parameters():
-        if p.is_meta:
+    for parameter, shard in module.named_parameters():
+        if shard.is_meta:
             raise Refused(
                 f"{parameter} is on the meta device: it has no values.",
                 parameter=parameter,
                 remedy="Between fully_shard and make_private call "
                 'model.to_empty(device="cpu" or "cuda") and load or draw the weights.',
             )
-        if not p.requires_grad:
+        if not shard.requires_grad:
             continue
-        kinds = p.placements if isinstance(p, DTensor) else ()
-        if not kinds or any(isinstance(k, Partial) for k in kinds):
+        kinds: tuple = ()
+        if isinstance(shard, DTensor):
+            kinds = shard.placements
+        # Each process would have a sum of its own as the value of such a parameter.
+        if not kinds or any(isinstance(kind, Partial) for kind in kinds):
             raise Refused(
                 f"Parameter {parameter} is "
                 f"{f'placed as {kinds}' if kinds else 'not sharded by fully_shard'}.",
@@ -351,17 +391,24 @@ def gathered(module: nn.Module, units: Sequence[FSDPModule]) -> dict[str, nn.Par
     Returns the parameters by name, as FSDP2 puts them into modules while these compute:
     the same tensors each time, whose memory is freed in between.
     """
-    found = shards = dict(module.named_parameters())
+    shards = dict(module.named_parameters())
+    params = dict(shards)
     for unit in units:
         unit.unshard()
-        now = module.named_parameters()
-        found = {**found, **{n: p for n, p in now if p is not shards[n]}}
+        for name, parameter in module.named_parameters():
+            if parameter is not shards[name]:
+                params[name] = parameter
         unit.reshard()
-    return found
+    return params
 
 
 def sharded_sum(
-    gathered: Mapping[str, T], params: Mapping[str, DTensor], *args: Any
+    gathered: Mapping[str, T],
+    params: Mapping[str, DTensor],
+    size: int,
+    clipping: Callable[[T], T],
+    on_nonfinite: str = "drop",
+    scale: float = 1.0,
 ) -> ClippedSum:
     """
     Makes the clipped sum over the samples of all processes, of which each has its
@@ -370,48 +417,48 @@ def sharded_sum(
     Args:
         gathered: the parameters as they are gathered, by name
         params: their shards, by name
-        args: later ones of :class:`~core.clip.ClippedSum`
+        size, clipping, on_nonfinite, scale: see :class:`~core.clip.ClippedSum`
     """
-    whole = {name: gathered[name] for name in params}
-    reduce = partial(reduced_into, list(params.values()), list(whole.values()))
-    return ClippedSum(whole, *args, reduce=reduce)
+    trained = {name: gathered[name] for name in params}
+    reduce = partial(reduced_into, [*params.values()], [*trained.values()])
+    return ClippedSum(trained, size, clipping, on_nonfinite, scale, reduce=reduce)
 
 
 def reduced_into(
     shards: Sequence[DTensor], params: Sequence[T], sums: Iterable[T | None]
 ) -> Iterator[DTensor]:
     """Yields this process's shards of the sums over all processes, in buckets."""
-    totals = (_whole(p, total) for p, total in zip(params, sums))
     first = 0
-    for bucket in in_buckets(totals):
+    for bucket in in_buckets(map(_wide, params, sums)):
         last = first + len(bucket)
         yield from reduced(shards[first:last], bucket)
         first = last
 
 
-def _whole(p: T, total: T | None) -> T:
+def _wide(parameter: T, total: T | None) -> T:
     """Returns a sum in float32 or wider, as rounding it may exceed the noise."""
-    dtype = torch.promote_types(p.dtype, torch.float32)
+    dtype = torch.promote_types(parameter.dtype, torch.float32)
     if total is None:
-        return torch.zeros(p.shape, dtype=dtype, device=p.device)
-    return total.to(p.device, dtype)
+        return torch.zeros(parameter.shape, dtype=dtype, device=parameter.device)
+    return total.to(parameter.device, dtype)
 
 
 def in_buckets(tensors: Iterable[T]) -> Iterator[list[T]]:
     """Yields tensors of one kind in a row, about 25 MB of them together, as DDP."""
     bucket: list[T] = []
-    for x in tensors:
-        like = bucket[0] if bucket else x
-        full = sum(y.numel() * y.itemsize for y in bucket) >= _BUCKET
-        if bucket and (full or (x.dtype, x.device) != (like.dtype, like.device)):
+    size, kind = 0, None
+    for tensor in tensors:
+        if bucket and (size >= _BUCKET or kind != (tensor.dtype, tensor.device)):
             yield bucket
-            bucket = []
-        bucket.append(x)
+            bucket, size = [], 0
+        bucket.append(tensor)
+        size += tensor.numel() * tensor.itemsize
+        kind = tensor.dtype, tensor.device
     if bucket:
         yield bucket
 
 
-def reduced(shards: Sequence[DTensor], totals: Sequence[T]) -> list[T]:
+def reduced(shards: Sequence[DTensor], totals: Sequence[T]) -> list[DTensor]:
     """
     Sums over all processes, each of which keeps its shards of the sums: by one
     collective where all are cut along dim 0, as by default.
@@ -421,34 +468,42 @@ def reduced(shards: Sequence[DTensor], totals: Sequence[T]) -> list[T]:
         totals: sums of this process
     """
     mesh = shards[0].device_mesh
-    plain = mesh.ndim == 1 and all(
-        p.placements == (Shard(0),) and p.device_mesh == mesh for p in shards
-    )
-    if not plain:
-        return [_reduced(p, x) for p, x in zip(shards, totals)]
-    count, rows = mesh.size(), []
-    for x in totals:
-        over = -len(x) % count
-        padded = torch.cat([x, x.new_zeros(over, *x.shape[1:])]) if over else x
-        rows.append(padded.reshape(count, -1))
-    whole = DTensor.from_local(torch.cat(rows, 1), mesh, [Partial()])
-    own = whole.redistribute(placements=[Shard(0)]).to_local()
-    found = []
-    for p, part in zip(shards, own.split([x.shape[1] for x in rows], dim=1)):
-        shape = p.to_local().shape
+    is_default = mesh.ndim == 1
+    for shard in shards:
+        if shard.placements != (Shard(0),) or shard.device_mesh != mesh:
+            is_default = False
+    if not is_default:
+        return list(map(_reduced, shards, totals))
+    count = mesh.size()
+    rows = []
+    for total in totals:
+        # All processes have shards of one size: the last ones are filled up with zeros.
+        missing = -len(total) % count
+        if missing:
+            zeros = total.new_zeros(missing, *total.shape[1:])
+            total = torch.cat([total, zeros])
+        rows.append(total.reshape(count, -1))
+    joined = DTensor.from_local(torch.cat(rows, 1), mesh, [Partial()])
+    row = joined.redistribute(placements=[Shard(0)]).to_local()
+    parts = row.split([columns.shape[1] for columns in rows], dim=1)
+    sums = []
+    for shard, part in zip(shards, parts):
+        shape = shard.to_local().shape
         part = part.reshape(-1)[: shape.numel()].view(shape)
-        found.append(_as_shard(p, part))
-    return found
+        sums.append(_as_shard(shard, part))
+    return sums
 
 
-def _reduced(p: DTensor, total: T) -> T:
+def _reduced(shard: DTensor, total: T) -> DTensor:
     """Sums over the processes of a mesh of any number of dimensions."""
-    mesh = p.device_mesh
-    whole = DTensor.from_local(total, mesh, [Partial()] * mesh.ndim)
-    return _as_shard(p, whole.redistribute(placements=p.placements).to_local())
+    mesh = shard.device_mesh
+    partial_sum = DTensor.from_local(total, mesh, [Partial()] * mesh.ndim)
+    part = partial_sum.redistribute(placements=shard.placements).to_local()
+    return _as_shard(shard, part)
 
 
-def _as_shard(p: DTensor, part: T) -> T:
+def _as_shard(shard: DTensor, part: T) -> DTensor:
     """Returns this process's part of a sum as a shard, as its parameter is one."""
-    size: Any = dict(shape=p.shape, stride=p.stride())
-    return DTensor.from_local(part, p.device_mesh, p.placements, **size)
+    # Where parts differ in size, the shape of all can't be told from one of them.
+    size: Any = dict(shape=shard.shape, stride=shard.stride())
+    return DTensor.from_local(part, shard.device_mesh, shard.placements, **size)

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from functools import partial
-from typing import Any, Callable, ContextManager, Iterable, Sequence
+from typing import Any, Callable, ContextManager, Iterable, NamedTuple, Sequence
 
 import torch
+from torch import nn
 from torch.utils._pytree import tree_unflatten
 
 from opacus_ext.grad_sample.core.gradients import (
@@ -36,9 +37,24 @@ from opacus_ext.private_torch import is_batched, renewed
 T = torch.Tensor
 
 
-# How a value was computed from parameters without data: function, args, kwargs, index
-# in its output if that is a tuple, arguments that depend on parameters, and the value.
-Recipe = tuple[Callable, tuple, dict, "int | None", list[T], T]
+class Recipe(NamedTuple):
+    """
+    How a value was computed from parameters without data.
+
+    Attributes:
+        function, args, kwargs: the call
+        position: index of the value in the output, if that is a tuple
+        parts: arguments that depend on parameters
+        value: the value, which is held so that its id stays its own
+    """
+
+    function: Callable
+    args: tuple
+    kwargs: dict
+    position: int | None
+    parts: list[T]
+    value: T
+
 
 # Functions that may return their argument.
 _UNCHANGED = (
@@ -47,8 +63,8 @@ _UNCHANGED = (
 )
 
 
-def _kind(x: T) -> tuple:
-    return x.shape, x.stride(), x.dtype, x.device
+def _kind(tensor: T) -> tuple:
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
 
 
 class TracedValue(ParameterValue):
@@ -61,34 +77,44 @@ class TracedValue(ParameterValue):
         self.shared, self.recipes = tensor.detach(), recipes
 
     def leaves(self) -> list[T]:
-        todo, found = [self.tensor], {}
-        for x in todo:
-            todo += self.recipes[id(x)][4] if id(x) in self.recipes else []
-            found[id(x)] = x
-        return [x for i, x in found.items() if i not in self.recipes]
+        tensors, leaves = [self.tensor], {}
+        for tensor in tensors:
+            key = id(tensor)
+            if key in self.recipes:
+                # The loop goes on with what the value was computed from.
+                tensors += self.recipes[key].parts
+            else:
+                leaves[key] = tensor
+        return list(leaves.values())
 
     def pull(self, leaves: list[T], grads: T) -> Sequence[T | None]:
-        def again(*given: T) -> T:
-            made = {id(x): y for x, y in zip(leaves, given)}
+        def again(*values: T) -> T:
+            made = dict(zip(map(id, leaves), values))
             return self._again(self.tensor, made)
 
-        _, vjp = torch.func.vjp(again, *(x.detach() for x in leaves))
-        return torch.vmap(vjp)(grads)
+        constants = [leaf.detach() for leaf in leaves]
+        _, backpropagate = torch.func.vjp(again, *constants)
+        return torch.vmap(backpropagate)(grads)
 
-    def _again(self, x: T, made: dict[int, T]) -> T:
-        if id(x) in made or id(x) not in self.recipes:
-            return made.get(id(x), x)
-        func, args, kwargs, place, parts, _ = self.recipes[id(x)]
-        for y in parts:
-            made[id(y)] = self._again(y, made)
-        found = call_with(made, func, args, kwargs)
-        return found if place is None else found[place]
+    def _again(self, tensor: T, made: dict[int, T]) -> T:
+        """Computes a value again from what is made already, by id."""
+        key = id(tensor)
+        if key in made or key not in self.recipes:
+            return made.get(key, tensor)
+        recipe = self.recipes[key]
+        for part in recipe.parts:
+            made[id(part)] = self._again(part, made)
+        output = call_with(made, recipe.function, recipe.args, recipe.kwargs)
+        if recipe.position is None:
+            return output
+        return output[recipe.position]
 
 
-_forwards: list[list[Any]] = []  # for each running forward, what called forgets()
+# For each running forward, the modules that have called forgets().
+_forwards: list[list[nn.Module]] = []
 
 
-def forgets(module: Any) -> None:
+def forgets(module: nn.Module) -> None:
     """
     Called by a module whose forward sets the attributes named in ``module.transient``.
     As these hold tensors of a sample, they are set to None after its forward.
@@ -101,12 +127,12 @@ class _Attach(torch.autograd.Function):
     """The identity, whose gradient is that of the slot, too: no sum is computed."""
 
     @staticmethod
-    def forward(context: Any, y: T, slot: T) -> T:
-        return renewed(y, y.shape)
+    def forward(context: Any, output: T, slot: T) -> T:
+        return renewed(output, output.shape)
 
     @staticmethod
-    def backward(context: Any, g: T) -> tuple[T, T]:
-        return g, g
+    def backward(context: Any, grad: T) -> tuple[T, T]:
+        return grad, grad
 
 
 # An op, as Dynamo would look into the function; the compiler's autograd runs it.
@@ -116,11 +142,14 @@ _library.impl("attach", _Attach.apply, "Autograd")
 _attach = "opacus_ext::attach"
 
 
-def _attach_all(info: Any, in_dims: tuple, y: T, slot: T) -> tuple[T, int]:
-    slot = slot.movedim(in_dims[1], 0)
-    if in_dims[0] is None:  # a parameter, of which no output may be a view
-        return y + slot, 0
-    return torch.ops.opacus_ext.attach(y.movedim(in_dims[0], 0), slot), 0
+def _attach_all(info: Any, in_dims: tuple, output: T, slot: T) -> tuple[T, int]:
+    """Attaches the slots of all samples: the vmap rule of the op."""
+    output_dim, slot_dim = in_dims
+    slot = slot.movedim(slot_dim, 0)
+    # The output is a parameter that samples share, of which no output may be a view.
+    if output_dim is None:
+        return output + slot, 0
+    return torch.ops.opacus_ext.attach(output.movedim(output_dim, 0), slot), 0
 
 
 torch.library.register_vmap(_attach, _attach_all, lib=_library)
@@ -137,31 +166,39 @@ class TracedGroup(SampleGroup):
     def __init__(self, params: Sequence[T], size: int, attaches: bool = False):
         super().__init__(params, size)
         self.all, self.attaches = params, attaches
-        self.slots: Sequence[T] | None = None  # at the vmap level
-        self.likes: list[tuple[torch.Size, torch.dtype]] = []  # slots' shapes, dtypes
+        # The slots of one sample, as it sees them.
+        self.slots: Sequence[T] | None = None
+        # The shapes and dtypes of the slots.
+        self.likes: list[tuple[torch.Size, torch.dtype]] = []
         self._recipes: dict[int, Recipe] = {}
 
-    def inner(self, x: T) -> T:
-        return x
+    def inner(self, tensor: T) -> T:
+        return tensor
 
     def outside(self) -> ContextManager:
         return nullcontext()
 
-    def agree(self, x: T) -> T:
-        if is_batched(x):
+    def agree(self, tensor: T) -> T:
+        if is_batched(tensor):
             raise NotAtOnce("a branch on data")
-        return x
+        return tensor
 
     # Inside torch.func.grad, values computed from parameters may lack requires_grad:
     # recipes tell them from constants.
 
     def __torch_function__(
-        self, func: Callable, types: Any, args: tuple = (), kwargs: Any = None
+        self,
+        func: Callable,
+        types: Any,
+        args: tuple = (),
+        kwargs: dict | None = None,
     ) -> Any:
+        # Dynamo does not trace super() in the method.
         if func is T.unflatten:
-            func = torch.unflatten  # Dynamo does not trace super() in the method
-        by_handler = func in HANDLERS and func not in IN_COMPILED
-        run = partial(HANDLERS[func], self) if by_handler else self.call
+            func = torch.unflatten
+        run: Callable = self.call
+        if func in HANDLERS and func not in IN_COMPILED:
+            run = partial(HANDLERS[func], self)
         try:
             return run(func, *args, **kwargs or {})
         except Exception as error:
@@ -169,108 +206,139 @@ class TracedGroup(SampleGroup):
                 self.signal = error
             raise
 
-    def is_shared(self, x: Any) -> bool:
-        own = id(x) in self.params or id(x) in self._recipes
-        return own or super().is_shared(x)
+    def is_shared(self, tensor: T | None) -> bool:
+        key = id(tensor)
+        if key in self.params or key in self._recipes:
+            return True
+        return super().is_shared(tensor)
 
     def find_shared(self, args: Iterable) -> dict[int, T]:
-        found = super().find_shared(args)
-        given = (x for y in args for x in (y if type(y) in (list, tuple) else (y,)))
-        found.update((id(x), x) for x in given if id(x) in self._recipes)
-        return found
+        shared = super().find_shared(args)
+        for argument in args:
+            items = argument
+            if type(argument) not in (list, tuple):
+                items = (argument,)
+            for item in items:
+                if id(item) in self._recipes:
+                    shared[id(item)] = item
+        return shared
 
     def constants(self, shared: dict[int, T]) -> list[T]:
-        return [x for x in super().constants(shared) if id(x) not in self._recipes]
+        leaves = super().constants(shared)
+        return [leaf for leaf in leaves if id(leaf) not in self._recipes]
 
-    def call(self, func: Callable, /, *args: Any, **kwargs: Any) -> Any:
-        own = IN_COMPILED.get(func, func)
-        return super().call(own if own in RULES else func, *args, **kwargs)
+    def call(self, function: Callable, /, *args: Any, **kwargs: Any) -> Any:
+        compiled = IN_COMPILED.get(function, function)
+        if compiled in RULES:
+            function = compiled
+        return super().call(function, *args, **kwargs)
 
-    def run_op(self, func: Callable, /, *args: Any, **kwargs: Any) -> Any:
-        return IN_COMPILED.get(func, func)(*args, **kwargs)
+    def run_op(self, function: Callable, /, *args: Any, **kwargs: Any) -> Any:
+        return IN_COMPILED.get(function, function)(*args, **kwargs)
 
-    def check_in_place(self, func: Callable, args: tuple, shared: dict) -> None:
+    def check_in_place(self, function: Callable, args: tuple, shared: dict) -> None:
         """Does nothing: :meth:`made` and :meth:`run_op` see to it."""
 
-    def made(self, func: Callable, args: tuple, kwargs: dict, made: Any) -> Any:
-        same = func in _UNCHANGED and isinstance(made, T)  # w.type() gives a name
-        if same and _kind(made) == _kind(args[0]):
-            return args[0]  # a tracer may take them for two tensors
+    def made(self, function: Callable, args: tuple, kwargs: dict, result: Any) -> Any:
+        # A tracer may take a tensor that is returned as it is for another one. Some of
+        # these functions can return other things: w.type() gives a name.
+        is_same = function in _UNCHANGED and isinstance(result, T)
+        if is_same and _kind(result) == _kind(args[0]):
+            return args[0]
         parts = list(self.find_shared((*args, *kwargs.values())).values())
-        several = isinstance(made, (tuple, list))
-        whole = args[0] if func is T.__setitem__ else made  # which returns None
-        for place, x in enumerate(whole if several else [whole]):
-            if not (isinstance(x, T) and (x.is_floating_point() or x.is_complex())):
+        outputs: list[tuple[int | None, Any]] = [(None, result)]
+        if function is T.__setitem__:
+            # An assignment returns nothing: it changes its first argument.
+            outputs = [(None, args[0])]
+        elif isinstance(result, (tuple, list)):
+            outputs = list(enumerate(result))
+        for position, output in outputs:
+            if not isinstance(output, T):
                 continue
-            if not any(x is y for y in args):
-                at = place if several else None
-                self._recipes[id(x)] = (func, args, kwargs, at, parts, x)
-            else:
+            if not output.is_floating_point() and not output.is_complex():
+                continue
+            if any(output is argument for argument in args):
                 raise NotAtOnce("a parameter that is changed in place")
-        return made
+            recipe = Recipe(function, args, kwargs, position, parts, output)
+            self._recipes[id(output)] = recipe
+        return result
 
-    def value(self, x: T, key: int) -> ParameterValue:
+    def value(self, tensor: T, key: int) -> ParameterValue:
         if key not in self._values:
             if key not in self.params and key not in self._recipes:
                 raise NotAtOnce("an attribute of a parameter (w.T; write w.t())")
-            self._values[key] = TracedValue(x, self._recipes)
+            self._values[key] = TracedValue(tensor, self._recipes)
         return self._values[key]
 
     def by_rule(
-        self, func: Callable, op: Op, shared: dict[int, T], args: tuple, kwargs: dict
+        self,
+        function: Callable,
+        op: Op,
+        shared: dict[int, T],
+        args: tuple,
+        kwargs: dict,
     ) -> T | None:
         values = self.values_of(op, shared)
         if values is None:
             return None
-        data = [self.copy(x) if id(x) in shared else x for x in op.data]
-        run = IN_COMPILED.get(func, func)
-        y = call_with(swapped(op, values, data), run, args, kwargs)
-        if y.dtype.is_complex:
+        data = list(op.data)
+        for position, tensor in enumerate(data):
+            if id(tensor) in shared:
+                data[position] = self.copy(tensor)
+        run = IN_COMPILED.get(function, function)
+        output = call_with(swapped(op, values, data), run, args, kwargs)
+        if output.dtype.is_complex:
             return None
-        return self.note(y, values, op.factors, op.event_dims, data, op.data_dims)
+        return self.note(output, values, op.factors, op.event_dims, data, op.data_dims)
 
     def note(
         self,
-        y: T,
+        output: T,
         values: tuple[ParameterValue | None, ...],
         factors: Callable,
         event_dims: int,
         data: Sequence[T],
         data_dims: Sequence[int],
     ) -> T:
-        """Records a use; ``y`` and ``data`` are as a sample sees them."""
-        rows = tuple([x.ndim - n for x, n in zip(data, data_dims)])
+        """Records a use; ``output`` and ``data`` are as a sample sees them."""
+        pairs = zip(data, data_dims)
+        data_rows = tuple([tensor.ndim - dims for tensor, dims in pairs])
+        rows = output.ndim - event_dims
         # Clones, as data may be changed in place later; the compiler removes others.
-        data = tuple(x.clone() for x in data)
-        self.uses.append(ParameterUse(values, factors, y.ndim - event_dims, data, rows))
-        self.likes.append((y.shape, y.dtype))
+        data = tuple([tensor.clone() for tensor in data])
+        self.uses.append(ParameterUse(values, factors, rows, data, data_rows))
+        self.likes.append((output.shape, output.dtype))
         if self.slots is None:
-            return y
+            return output
         slot = self.slots[len(self.uses) - 1]
-        return torch.ops.opacus_ext.attach(y, slot) if self.attaches else y + slot
+        if self.attaches:
+            return torch.ops.opacus_ext.attach(output, slot)
+        return output + slot
 
     def signature(self) -> str:
         """Describes the uses; equal for traces that use parameters in the same way."""
-        numbers = {id(p): i for i, p in enumerate(self.all)}
+        numbers = dict(zip(map(id, self.all), range(len(self.all))))
         texts = []
         for use, (shape, dtype) in zip(self.uses, self.likes):
             kind = type(use.factors).__name__
             texts.append(f"{kind} {tuple(shape)} {dtype} {use.data_rows}")
-            values = [v for v in use.values if v is not None]
-            texts += [f"{numbers.get(id(v.tensor))}{tuple(v.shape)}" for v in values]
+            for value in use.values:
+                if value is not None:
+                    number = numbers.get(id(value.tensor))
+                    texts.append(f"{number}{tuple(value.shape)}")
         return " ".join(texts)
 
     def make_slots(self) -> list[T]:
         """Makes slots: zeros, expanded without memory."""
-        device = self.all[0].device
-        return [
-            torch.zeros((), dtype=dtype, device=device).expand(self.size, *shape)
-            for shape, dtype in self.likes
-        ]
+        slots = []
+        for shape, dtype in self.likes:
+            zero = torch.zeros((), dtype=dtype, device=self.all[0].device)
+            slots.append(zero.expand(self.size, *shape))
+        return slots
 
     def run(
         self,
-        call: Callable[[Any], list[T]],
+        code: Callable[[Any], list[T]],
         samples: Samples,
         slots: Sequence[T] | None = None,
     ) -> tuple[list[T], list[list[T]]]:
@@ -278,39 +346,45 @@ class TracedGroup(SampleGroup):
         Runs all samples with their slots; the first run, without, finds the uses.
         Returns the outputs ``[B, ...]``, and the saved data of each use.
         """
-        first = slots is None
-        places = [i for i, own in enumerate(samples.by_sample) if own]
+        is_first = slots is None
+        positions = []
+        for position, by_sample in enumerate(samples.by_sample):
+            if by_sample:
+                positions.append(position)
 
-        def one(own: list[T], slots: list[T]) -> Any:
+        def run_one(tensors: list[T], slots: list[T]) -> Any:
             leaves = list(samples.leaves)
-            for i, x in zip(places, own):
-                leaves[i] = x
-            self.slots = None if first else slots
+            for position, tensor in zip(positions, tensors):
+                leaves[position] = tensor
+            # Without slots, the outputs of ops are as they are.
+            self.slots = None if is_first else slots
             _forwards.append([])
             try:
                 with self:
-                    found = call(tree_unflatten(leaves, samples.spec))
-                if self.signal is not None:  # which the code has caught
+                    outputs = code(tree_unflatten(leaves, samples.spec))
+                # The code has caught the error of an op.
+                if self.signal is not None:
                     raise NotAtOnce("code that catches an error")
             finally:
                 for module in _forwards.pop():
-                    for name in module.transient:
+                    for name in getattr(module, "transient"):
                         setattr(module, name, None)
-            return found, [list(use.data) for use in self.uses]
+            return outputs, [list(use.data) for use in self.uses]
 
-        run = torch.vmap(one, randomness="different")
-        own = [samples.leaves[i].clone() for i in places]
-        found, kept = run(own, [*(slots or ())])
+        run_all = torch.vmap(run_one, randomness="different")
+        tensors = [samples.leaves[position].clone() for position in positions]
+        outputs, saved = run_all(tensors, [*(slots or ())])
+        # The data belong to the vmap level, which has ended: `saved` has them.
         self.uses = [use._replace(data=()) for use in self.uses]
-        if not torch.compiler.is_compiling() and any(map(version, own)):
+        if not torch.compiler.is_compiling() and any(map(version, tensors)):
             raise NotAtOnce("code that writes to its inputs")
-        if first and any(x.requires_grad for x in found):
+        if is_first and any(output.requires_grad for output in outputs):
             raise NotAtOnce(UNSEEN)
-        return found, kept
+        return outputs, saved
 
     def collect(
         self,
-        kept: list[list[T]],
+        saved: list[list[T]],
         grads: Sequence[T | None],
         size: int,
         mask: T | None = None,
@@ -319,10 +393,10 @@ class TracedGroup(SampleGroup):
         Returns per-sample gradients, from saved data and the slots' gradients. Those of
         samples outside of the mask ``[B]`` are not used.
         """
-        uses = [use._replace(data=data) for use, data in zip(self.uses, kept)]
+        uses = [use._replace(data=data) for use, data in zip(self.uses, saved)]
         collector = Collector(self.all, size, uses, bundles=False, mask=mask)
-        for use, g in zip(uses, grads):
-            if g is not None:
-                collector.add(use, g)
+        for use, backprops in zip(uses, grads):
+            if backprops is not None:
+                collector.add(use, backprops)
         collector.finish()
         return collector.samples

@@ -7,6 +7,7 @@ dropped as soon as they are complete.
 
 from __future__ import annotations
 
+import functools
 from typing import Any, Callable, Sequence
 
 import torch
@@ -14,74 +15,57 @@ import torch
 from opacus_ext.grad_sample.core.gradients import (
     Collector,
     GradSamples,
+    Group,
     ParameterUse,
-    Prints,
     run_backward,
 )
-from opacus_ext.grad_sample.factors import GradSample, full_precision
+from opacus_ext.grad_sample.factors import GradSample, full_precision, upcast
 from opacus_ext.refused import Refused
 
 T = torch.Tensor
+# A print has this many numbers, which are hardly ever all small by chance.
+_SIGNS = 8
+# Longer rows are cut into parts of this width, which have the same signs.
+_WIDE = 2**14
 
 
 @torch.no_grad()
 def add_in_two_passes(
     total: Any,
     rows: T | None,
-    group: Any,
+    group: Group,
     outputs: Sequence[T],
     grads: Sequence[T | None],
     params: Sequence[T],
     inputs: Sequence[T] = (),
 ) -> list[T | None]:
     """Adds the gradients of a group; see :meth:`~clip.ClippedSum.add_group`."""
+    # Each pass gives every parameter and its gradients to a function of its own.
+    one_pass = functools.partial(_one_pass, group, outputs, grads, params, inputs)
     with full_precision(total.norms.device):
         norms = total.group_norms(group.size, keep=False)
-        places = {id(p): i for i, p in enumerate(total.params)}
-
-        def one_pass(
-            take: Callable[[T, GradSample], None], prints: Prints | None = None
-        ) -> list[T | None]:
-            """
-            Runs a backward pass. Calls ``take`` with each parameter and its gradients
-            when these are complete.
-            """
-            frees = group.frees_parameters
-            collector = Collector(params, group.size, group.uses, frees, prints=prints)
-            samples = collector.samples
-
-            def receive(use: ParameterUse, backprops: T) -> None:
-                for p in collector.add(use, backprops):
-                    take(p, samples.pop(id(p)))
-
-            with torch.enable_grad():
-                given = group.uses, outputs, grads, params, inputs
-                _, of_inputs = run_backward(*given, receive, retain_graph=True)
-            collector.finish()
-            for p in params:
-                if id(p) in samples:
-                    take(p, samples.pop(id(p)))
-            return of_inputs
-
-        first, second = Prints(), Prints()
+        keys = list(map(id, total.params))
         small: GradSamples = {}
 
-        def measure(p: T, sample: GradSample) -> None:
-            norms.add(p, sample)
-            small[id(p)] = sample
+        def measure(parameter: T, sample: GradSample) -> None:
+            # This clears all but small gradients, whose norms are left for the end.
+            norms.add(parameter, sample)
+            small[id(parameter)] = sample
 
+        first = Prints()
         one_pass(measure, first)
 
-        def exact(at: T) -> Any:
+        def exact(samples: T) -> Any:
             """Runs a pass for the samples whose norms are uncertain."""
             wide: GradSamples = {}
 
-            def widen(p: T, sample: GradSample) -> None:
-                if id(p) in places and norms.rows_of(p) is not None:
-                    wide[id(p)] = norms.wide(p, sample, at)
+            def widen(parameter: T, sample: GradSample) -> None:
+                key = id(parameter)
+                if key in keys and norms.rows_of(parameter) is not None:
+                    wide[key] = norms.wide(parameter, sample, samples)
 
             one_pass(widen)
-            return norms.exact(at, wide)
+            return norms.exact(samples, wide)
 
         norms.finish(small)
         clipped = total.clip(rows, norms, exact)
@@ -90,16 +74,20 @@ def add_in_two_passes(
             norms.drop(clipped.apart)
         sums = norms.small_sums(factors)
 
-        def add(p: T, sample: GradSample) -> None:
-            samples = norms.rows_of(p)
-            if samples is None or id(p) in sums:
+        def add(parameter: T, sample: GradSample) -> None:
+            key, samples = id(parameter), norms.rows_of(parameter)
+            if samples is None or key in sums:
                 return
             if clipped.apart is not None:
                 sample.drop(clipped.apart[samples])
-            weights = factors[places[id(p)]] if total.per_parameter else factors
-            sums[id(p)] = sample.weighted_sum(weights[samples].to(p.device))
+            weights = factors
+            if total.per_parameter:
+                weights = factors[keys.index(key)]
+            sums[key] = sample.weighted_sum(weights[samples].to(parameter.device))
 
+        second = Prints()
         of_inputs = one_pass(add, second)
+        # Norms of other gradients would not bound the sum.
         if first.differ_from(second):
             raise Refused(
                 "Two backward passes through the model gave other gradients (a hook or "
@@ -108,5 +96,99 @@ def add_in_two_passes(
                 remedy='Use grad_sample_mode="ghost_bk" or "hooks".',
             )
         total.reached |= bool(sums)
-        total.put(clipped.join([sums.get(id(p)) for p in total.params]))
+        total.put(clipped.join(list(map(sums.get, keys))))
         return of_inputs
+
+
+def _one_pass(
+    group: Group,
+    outputs: Sequence[T],
+    grads: Sequence[T | None],
+    params: Sequence[T],
+    inputs: Sequence[T],
+    take: Callable[[T, GradSample], None],
+    prints: Prints | None = None,
+) -> list[T | None]:
+    """
+    Runs a backward pass. Calls ``take`` with each parameter and its gradients when
+    these are complete.
+    """
+    frees = group.frees_parameters
+    show = None
+    if prints is not None:
+        show = prints.add
+    collector = Collector(params, group.size, group.uses, frees, show=show)
+    samples = collector.samples
+
+    def receive(use: ParameterUse, backprops: T) -> None:
+        for parameter in collector.add(use, backprops):
+            take(parameter, samples.pop(id(parameter)))
+
+    with torch.enable_grad():
+        _, of_inputs = run_backward(
+            group.uses, outputs, grads, params, inputs, receive, retain_graph=True
+        )
+    collector.finish()
+    for parameter in params:
+        if id(parameter) in samples:
+            take(parameter, samples.pop(id(parameter)))
+    return of_inputs
+
+
+# -- prints ----------------------------------------------------------------------------
+
+
+@functools.lru_cache(maxsize=64)
+def _signs(width: int, dtype: torch.dtype, device: torch.device) -> T:
+    """Returns random signs ``[width, _SIGNS]``, the same each time."""
+    generator = torch.Generator().manual_seed(width)
+    signs = torch.randint(2, (width, _SIGNS), generator=generator) * 2 - 1
+    return signs.to(device, dtype)
+
+
+class Prints:
+    """
+    Prints of backprops, of which two passes have the same if their backprops are:
+    products of each sample's entries with random signs.
+    """
+
+    def __init__(self) -> None:
+        # Rows of signs' products ``[B, _SIGNS]``.
+        self._prints: dict[int, T] = {}
+        self._tolerances: list[float] = []
+
+    def add(self, key: int, backprops: T) -> None:
+        """Adds the print of some backprops ``[B, ...]``, under a key."""
+        self._tolerances.append(1e-3 if backprops.dtype.itemsize >= 4 else 0.03)
+        if backprops.is_complex():
+            backprops = torch.view_as_real(backprops.resolve_conj())
+        flat = upcast(backprops).reshape(len(backprops), -1)
+        # A part is replaced by its products, so that few signs are in memory.
+        while flat.shape[1] > _WIDE:
+            end = flat.shape[1] // _WIDE * _WIDE
+            parts = flat[:, :end].unflatten(1, (-1, _WIDE))
+            parts = parts @ _signs(_WIDE, flat.dtype, flat.device)
+            flat = torch.cat([parts.flatten(1), flat[:, end:]], dim=1)
+        self._prints[key] = flat @ _signs(flat.shape[1], flat.dtype, flat.device)
+
+    def differ_from(self, other: Prints) -> bool:
+        """Returns True if some print differs by more than rounding."""
+        if self._prints.keys() != other._prints.keys():
+            return True
+        if not self._prints:
+            return False
+        first = next(iter(self._prints.values()))
+        before = [rows.to(first) for rows in self._prints.values()]
+        after = [other._prints[key].to(first) for key in self._prints]
+        lengths = [len(rows) for rows in before]
+        old = torch.cat(before).nan_to_num_(0, 0)
+        new = torch.cat(after).nan_to_num_(0, 0)
+        gaps = (new - old).norm(dim=1)
+        norms = old.norm(dim=1)
+        # Rounding in one row can be as large as the largest row of the use suggests.
+        largest = torch.stack([part.max() for part in norms.split(lengths)])
+        tolerances = first.new_tensor(self._tolerances)
+        repeats = torch.tensor(lengths, device=first.device)
+        bounds = norms * tolerances.repeat_interleave(repeats)
+        bounds += 1e-6 * largest.repeat_interleave(repeats)
+        return bool((gaps > bounds).any())

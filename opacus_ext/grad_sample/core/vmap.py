@@ -27,6 +27,7 @@ class Level:
         self.size, self.number = size, 0
 
     def __enter__(self) -> Level:
+        # Ops without a vmap rule need these, which torch.vmap loads as well.
         private_torch.lazy_load_decompositions()
         self.number = private_torch.begin_level(self.size, "different")
         return self
@@ -34,13 +35,13 @@ class Level:
     def __exit__(self, *exception: Any) -> None:
         private_torch.end_level()
 
-    def wrap(self, x: torch.Tensor) -> torch.Tensor:
+    def wrap(self, tensor: torch.Tensor) -> torch.Tensor:
         """Turns ``[B, *shape]`` into the tensor that one sample sees, ``[*shape]``."""
-        return private_torch.add_batch_dim(x, 0, self.number)
+        return private_torch.add_batch_dim(tensor, 0, self.number)
 
-    def unwrap(self, x: torch.Tensor) -> torch.Tensor:
+    def unwrap(self, tensor: torch.Tensor) -> torch.Tensor:
         """Returns the values of all samples, ``[B, *shape]``; expands shared ones."""
-        return private_torch.remove_batch_dim(x, self.number, self.size, 0)
+        return private_torch.remove_batch_dim(tensor, self.number, self.size, 0)
 
 
 class Outside:
@@ -67,7 +68,9 @@ def checkpoint_around() -> str:
     pack: Any = (saved_tensor_hooks() or [None])[0]
     if getattr(pack, "__module__", "") != "torch.utils.checkpoint":
         return ""
-    return "again" if "recomputation" in pack.__qualname__ else "forward"
+    if "recomputation" in pack.__qualname__:
+        return "again"
+    return "forward"
 
 
 def cache_kept() -> ContextManager:
@@ -83,23 +86,27 @@ def is_composite(function: Callable) -> bool:
 @functools.cache
 def decomposed(function: Callable) -> Callable:
     """Returns a copy of a composite function whose inner ops modes see."""
-    names = [n for n in vars(F) if n.startswith("has_torch_function")]
-    inside = {**vars(F), **dict.fromkeys(names, lambda *args: False)}
-    given = function.__code__, inside, function.__name__, function.__defaults__
-    found = types.FunctionType(*given)
-    found.__kwdefaults__ = function.__kwdefaults__
-    return found
+    inside = dict(vars(F))
+    for name in vars(F):
+        # A function that asks these looks for modes itself, before its inner ops run.
+        if name.startswith("has_torch_function"):
+            inside[name] = lambda *args: False
+    copied = types.FunctionType(
+        function.__code__, inside, function.__name__, function.__defaults__
+    )
+    copied.__kwdefaults__ = function.__kwdefaults__
+    return copied
 
 
-def innermost(x: torch.Tensor) -> torch.Tensor:
+def innermost(tensor: torch.Tensor) -> torch.Tensor:
     """Returns the tensor that torch.func transforms have wrapped, if any."""
-    while is_wrapped(x):
-        x = unwrapped(x)
-    return x
+    while is_wrapped(tensor):
+        tensor = unwrapped(tensor)
+    return tensor
 
 
-def whole(x: torch.Tensor) -> torch.Tensor:
-    """Returns the tensor of all samples; ``x`` itself outside of vmap."""
-    while is_batched(x):
-        x = unwrapped(x)
-    return x
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns the tensor of all samples; the same one outside of vmap."""
+    while is_batched(tensor):
+        tensor = unwrapped(tensor)
+    return tensor
