@@ -103,7 +103,7 @@ class ForwardRecord:
     def output(self) -> Any:
         """Runs the samples, and returns the output of the batch."""
         output = self._forward(losses=False)
-        mean_of = partial(self.model.mean_of, self)
+        mean_of = partial(self.model.mode.mean_of, self)
         return output.with_tensors(self._with_graph(output), mean_of)
 
     def losses(self) -> T:
@@ -120,8 +120,7 @@ class ForwardRecord:
 
     def _forward(self, losses: bool) -> BatchOutput:
         model = self.model
-        model.size = self.size
-        model.begin(self.size)
+        model.begin_forward(self.size)
         grads = [p.grad for p in self.params.values()]
         model.running = True
         try:

@@ -40,6 +40,32 @@ T = torch.Tensor
 _TOKENS = "num_items_in_batch"  # of models of transformers
 
 
+class Mode:
+    """
+    What a private model asks of the mode that trains it. These are the answers for a
+    model that no mode trains, such as a copy.
+    """
+
+    one_by_one = False  # True if no samples run together
+    compiles = False  # True if samples may run in compiled programs
+
+    def begin_forward(self, size: int) -> None:
+        """Called with the batch size before a forward pass."""
+
+    def plain_backward(
+        self, record: ForwardRecord, grads: Sequence[T | None]
+    ) -> list[T | None]:
+        """
+        Called in a plain ``backward()`` with the gradients of the outputs of a forward
+        pass; returns those of the record's leaves.
+        """
+        return [None] * len(record.leaves)
+
+    def mean_of(self, record: ForwardRecord, losses: T) -> T:
+        """Makes what the model returns for losses ``[B]`` of a forward pass."""
+        return losses.mean()
+
+
 class ModelGroup(SampleGroup):
     """
     Samples of a private model that run together.
@@ -69,17 +95,14 @@ class PrivateModel:
     A model that runs each sample of a batch separately.
 
     Args:
+        mode: trains it
         batch_first, take, shared: arguments of make_private
-        one_by_one: True if no samples run together
 
     Attributes:
-        backward: called in a plain ``backward()`` with a ForwardRecord and the
-            gradients of its outputs; returns those of the record's leaves
-        begin: called with the batch size before a forward pass
+        one_by_one: True if no samples run together
         size: batch size of the last call
         passes: the backward passes whose gradients the next step takes
         compiles: True if samples may run in compiled programs
-        mean_of: makes what the model returns for losses ``[B]`` of a ForwardRecord
     """
 
     record_type = ForwardRecord
@@ -90,24 +113,21 @@ class PrivateModel:
     def __init__(
         self,
         module: nn.Module,
+        mode: Mode,
         batch_first: bool = True,
         take: Callable[[Any, int], Any] | None = None,
         shared: Sequence[str] = (),
-        one_by_one: bool = False,
     ):
-        self.module = module
+        self.module, self.mode = module, mode
         self.batch_dim = 0 if batch_first else 1
-        self.one_by_one = one_by_one
-        self.enabled, self.running, self.compiles = True, False, False
+        self.one_by_one = mode.one_by_one
+        self.compiles = mode.compiles and not self.is_shared_out
+        self.enabled, self.running = True, False
         self.names = {p: n for n, p in module.named_parameters()}
         given = module, self.batch_dim, take, shared
         self.inputs = InputReader(*given)
         self.state = State(module)
-        self.backward: Callable = lambda record, grads: [None] * len(record.leaves)
-        self.begin: Callable[[int], None] = lambda size: None
-        self.stepped_by: Callable[[], Any] = lambda: None  # gives its optimizer
-        self.mean_of: Callable[[ForwardRecord, T], T] = lambda record, x: x.mean()
-        self.optimizer: Callable[[], Any] = lambda: None  # of one of several processes
+        self._optimizer: weakref.ref[Any] | None = None
         self.size = 0
         self.passes = Passes()
         self.output_dims: dict[tuple[str, torch.Size], int] = {}  # see ForwardRecord
@@ -132,6 +152,15 @@ class PrivateModel:
     def params(self) -> dict[str, nn.Parameter]:
         """The trainable parameters by name, among those present at make_private."""
         return {n: p for p, n in self.names.items() if p.requires_grad}
+
+    @property
+    def optimizer(self) -> Any:
+        """The private optimizer that steps on its gradients; None if not known."""
+        return None if self._optimizer is None else self._optimizer()
+
+    @optimizer.setter
+    def optimizer(self, optimizer: Any) -> None:
+        self._optimizer = weakref.ref(optimizer)
 
     def check_leaf(self, x: T) -> None:
         """
@@ -176,10 +205,16 @@ class PrivateModel:
         try:
             yield
         except Exception as error:
-            optimizer, tells = self.optimizer(), torch.is_grad_enabled()
-            if optimizer and tells and not isinstance(error, ProcessFailure):
-                optimizer.tell(stage)
+            is_told = isinstance(error, ProcessFailure) or self.is_shared_out
+            tell = getattr(self.optimizer, "tell", None)
+            if tell is not None and torch.is_grad_enabled() and not is_told:
+                tell(stage)
             raise
+
+    def begin_forward(self, size: int) -> None:
+        """Called with the batch size before a forward pass."""
+        self.size = size
+        self.mode.begin_forward(size)
 
     def begin_backward(self, through: bool) -> None:
         """
@@ -295,8 +330,8 @@ class PrivateModel:
         """
         if not isinstance(x, DPTensorFastGradientClipping):
             return x
-        if self.stepped_by() is None:
-            self.stepped_by = weakref.ref(x.optimizer)
+        if self.optimizer is None:
+            self.optimizer = x.optimizer
         return getattr(x.loss_per_sample, x.loss_reduction)()
 
     def losses(self, kwargs: dict[str, Any], loss_of: Callable) -> T:

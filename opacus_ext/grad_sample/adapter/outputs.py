@@ -328,7 +328,7 @@ class Boundary(torch.autograd.Function):
     def backward(ctx, *grads):
         # autograd.grad() of inputs alone does not reach the anchor.
         if will_run(ctx.next_functions[0][0]):
-            found = ctx.record.model.backward(ctx.record, grads)
+            found = ctx.record.model.mode.plain_backward(ctx.record, grads)
         else:
             found = ctx.record.of_inputs(grads)
         return (None, None, None, *[None] * ctx.count, *found)

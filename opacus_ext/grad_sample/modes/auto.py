@@ -73,10 +73,9 @@ class Auto(BookKeeping):
             self.choice.way = AT_ONCE  # runs one by one what vmap can't
         self._start: float | None = None
         self._began = False
-        self.private.begin = self._begin
 
-    def _begin(self, size: int) -> None:
-        """Called before a forward pass. Those from the second on are compiled."""
+    def begin_forward(self, size: int) -> None:
+        """See :class:`~adapter.model.Mode`; passes from the second on are compiled."""
         if not self._began and self._compiles:
             made: Any = torch.compile(nn.Identity())
             settings = settings_of(made)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 from contextvars import ContextVar
-from typing import Any, Callable, Iterable
+from typing import Any, Iterable
 
 import torch
 import torch.distributed as dist
@@ -15,8 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from opacus_ext.grad_sample.adapter.compiled import settings_of
-from opacus_ext.grad_sample.adapter.forward import ForwardRecord
-from opacus_ext.grad_sample.adapter.model import PrivateModel
+from opacus_ext.grad_sample.adapter.model import Mode, PrivateModel
 from opacus_ext.grad_sample.core.sharded import refuse_shards, refuse_tensor_parallel
 from opacus_ext.grad_sample.parallel.model import ParallelModel
 from opacus_ext.grad_sample.parallel.sharded import ShardedModel
@@ -71,13 +70,10 @@ def refuse(module: nn.Module, mode: str = "ghost") -> None:
             refuse_embedding(what, *given)
 
 
-class PrivateMode:
+class PrivateMode(Mode):
     """The base of all modes, mixed into Opacus's classes."""
 
     private: PrivateModel
-    plain_backward: Callable[[ForwardRecord, Any], list[Any]]  # see PrivateModel
-    one_by_one = False  # True if no samples run together
-    compiles = False  # True if compiled models run in compiled programs
 
     def add_hooks(
         self,
@@ -102,10 +98,8 @@ class PrivateMode:
             kind = ShardedModel
         elif find_group(module.modules()) is not None:
             kind = ParallelModel
-        self.private = kind(module, batch_first, one_by_one=self.one_by_one, **given)
+        self.private = kind(module, self, batch_first, **given)
         self.private.check_hooks()
-        self.private.backward = self.plain_backward
-        self.private.compiles = self.compiles and not self.private.is_shared_out
         called = [module, self] if isinstance(self, nn.Module) else [module]
         handles = Handles([Attachment(self.private, each) for each in called])
         handles += self.private.handles
@@ -178,7 +172,7 @@ class _Copied:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[misc]
-        self.private = PrivateModel(state["_modules"]["_module"])
+        self.private = PrivateModel(state["_modules"]["_module"], Mode())
         self.private.enabled = False
 
     def __deepcopy__(self, memo: dict) -> Any:

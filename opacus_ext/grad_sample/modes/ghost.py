@@ -277,20 +277,15 @@ class Ghost(PrivateMode):
     passes = 2  # of ClippedSum
     calls = 0  # of backward() with several samples
 
-    def add_hooks(self, *, loss_reduction: str = "mean", **kwargs: Any) -> None:
-        """Intercepts the model's calls."""
-        super().add_hooks(loss_reduction=loss_reduction, **kwargs)
-        self.private.mean_of = functools.partial(self._mean_of, loss_reduction)
-
-    def _mean_of(self, reduction: str, record: ForwardRecord, losses: T) -> T:
+    def mean_of(self, record: ForwardRecord, losses: T) -> T:
         """
         Makes the loss that a model returned of its losses ``[B]``. Where inputs get
         gradients it is a plain mean, which gives none to the model.
         """
-        optimizer = self.private.stepped_by()
+        optimizer = self.private.optimizer
         if optimizer is None or record.trained:
             return losses.mean()
-        return ClippedLoss(self, optimizer, losses, reduction)
+        return ClippedLoss(self, optimizer, losses, self.loss_reduction)
 
     def plain_backward(
         self, record: ForwardRecord, grads: Sequence[T | None]

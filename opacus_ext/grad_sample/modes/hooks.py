@@ -55,11 +55,14 @@ class GradSampleMode(PrivateMode):
         """Intercepts the model's calls."""
         super().add_hooks(**kwargs)
         self._found: list[tuple[ForwardRecord, DenseGrads]] = []
-        self.private.begin = self._begin
-        self.private.mean_of = lambda record, x: x.mean().as_subclass(MeanLoss)
 
-    def _begin(self, size: int) -> None:
+    def begin_forward(self, size: int) -> None:
+        """See :class:`~adapter.model.Mode`."""
         self._found.clear()  # left by a backward pass that failed
+
+    def mean_of(self, record: ForwardRecord, losses: T) -> T:
+        """See :class:`~adapter.model.Mode`."""
+        return losses.mean().as_subclass(MeanLoss)
 
     def plain_backward(
         self, record: ForwardRecord, grads: Sequence[T | None]
