@@ -92,6 +92,7 @@ def are_equal(new: object, old: object) -> bool:
 
 def put_back(value: object, entries: dict) -> bool:
     """Restores the entries of an object; returns True if that worked."""
+    kind: Any = type(value)
     if isinstance(value, type):
         _put_back_class(value, entries)
     elif isinstance(value, (list, deque)):
@@ -100,7 +101,7 @@ def put_back(value: object, entries: dict) -> bool:
     elif isinstance(value, np.ndarray) and value.dtype != object:
         for shape, numbers in entries.items():
             value[...] = np.frombuffer(numbers, value.dtype).reshape(shape)
-    elif not _slots(type(value)):
+    elif not _slots(kind):
         attributes = value
         if not isinstance(value, (dict, set)):
             attributes = attributes_of(value)
@@ -129,6 +130,7 @@ def entries_of(value: object) -> Mapping:
 @functools.cache
 def _reader_of(kind: type) -> Callable[[Any], Mapping]:
     """Returns what reads the entries of values of this type."""
+    slots = _slots(kind)
     if kind in _DICTS:
         return lambda value: value
     if issubclass(kind, dict):  # whose methods may do anything
@@ -142,7 +144,7 @@ def _reader_of(kind: type) -> Callable[[Any], Mapping]:
         return _of_array
     if issubclass(kind, type):
         return vars
-    return partial(_of_object, _slots(kind))
+    return partial(_of_object, slots)
 
 
 def _of_array(array: Any) -> dict:
