@@ -18,6 +18,7 @@ from opacus_ext.grad_sample.adapter.compiled import (
     CompiledModel,
     CompiledStep,
     Settings,
+    Total,
     frame_to_count,
     settings_from,
     settings_of,
@@ -67,9 +68,7 @@ class Mode:
 
 
 class ModelGroup(SampleGroup):
-    """
-    Samples of a private model that run together.
-    """
+    """Samples of a private model that run together."""
 
     def __init__(self, model: PrivateModel, size: int):
         super().__init__(model.params.values(), size)
@@ -80,14 +79,23 @@ class ModelGroup(SampleGroup):
         self.model.state.reach(x)
 
     def check_leaves(self, leaves: list[T]) -> None:
-        for x in leaves:
-            self.model.check_leaf(x)
+        for leaf in leaves:
+            self.model.check_leaf(leaf)
 
-    def read(self, x: Any) -> Leaf:
+    def read(self, value: Any) -> Leaf:
         """Wraps a value that the samples returned."""
-        x = self.model.loss_in(x)
-        own = isinstance(x, T) and is_batched(x)
-        return Leaf(self.level.unwrap(x) if own else x, own)
+        value = self.model.loss_in(value)
+        if isinstance(value, T) and is_batched(value):
+            return Leaf(self.level.unwrap(value), True)
+        return Leaf(value, False)
+
+
+def _as_it_is(tensor: T) -> T:
+    return tensor
+
+
+def _has_forward_hooks(module: nn.Module) -> bool:
+    return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
 class PrivateModel:
@@ -123,9 +131,8 @@ class PrivateModel:
         self.one_by_one = mode.one_by_one
         self.compiles = mode.compiles and not self.is_shared_out
         self.enabled, self.running = True, False
-        self.names = {p: n for n, p in module.named_parameters()}
-        given = module, self.batch_dim, take, shared
-        self.inputs = InputReader(*given)
+        self.names = {p: name for name, p in module.named_parameters()}
+        self.inputs = InputReader(module, self.batch_dim, take, shared)
         self.state = State(module)
         self._optimizer: weakref.ref[Any] | None = None
         self.size = 0
@@ -145,34 +152,41 @@ class PrivateModel:
 
     def refused(self, what: str, remedy: str, name: str | None = None) -> Refused:
         """Makes an error that names this model."""
-        given = dict(module=self.describe(), parameter=name, remedy=remedy)
-        return Refused(f"{self.describe()}: {what}", **given)
+        module = self.describe()
+        return Refused(
+            f"{module}: {what}", module=module, parameter=name, remedy=remedy
+        )
 
     @property
     def params(self) -> dict[str, nn.Parameter]:
         """The trainable parameters by name, among those present at make_private."""
-        return {n: p for p, n in self.names.items() if p.requires_grad}
+        return {name: p for p, name in self.names.items() if p.requires_grad}
 
     @property
     def optimizer(self) -> Any:
         """The private optimizer that steps on its gradients; None if not known."""
-        return None if self._optimizer is None else self._optimizer()
+        if self._optimizer is None:
+            return None
+        return self._optimizer()
 
     @optimizer.setter
     def optimizer(self, optimizer: Any) -> None:
         self._optimizer = weakref.ref(optimizer)
 
-    def check_leaf(self, x: T) -> None:
+    def check_leaf(self, leaf: T) -> None:
         """
         Refuses a parameter that the model did not have at make_private, and a tensor on
         a module that is trained and no parameter.
         """
-        if x in self.names or not isinstance(x, nn.Parameter) | self.state.holds(x):
+        if leaf in self.names:
             return
-        if any(memory(x) == memory(p) for p in self.names):
-            return  # a view of a parameter
+        if not (isinstance(leaf, nn.Parameter) or self.state.holds(leaf)):
+            return
+        # A view of a parameter is as good as the parameter.
+        if memory(leaf) in map(memory, self.names):
+            return
         raise self.refused(
-            f"its forward uses a trainable parameter of shape {tuple(x.shape)} that "
+            f"its forward uses a trainable parameter of shape {tuple(leaf.shape)} that "
             "the model did not have at make_private.",
             "Add adapters and layers before make_private, or freeze it; "
             "torch.func.linearize makes copies of parameters, where torch.func.jvp "
@@ -181,14 +195,14 @@ class PrivateModel:
 
     def tried(self, call: Callable[[Any], Any], inputs: Any) -> Any:
         """Returns the result of a call; restores state and random numbers."""
-        cuda = torch.cuda.is_initialized()
-        devices = list(range(torch.cuda.device_count())) if cuda else []
+        devices: list[int] = []
+        if torch.cuda.is_initialized():  # or keeping its numbers would initialize it
+            devices = [*range(torch.cuda.device_count())]
+        random_kept = torch.random.fork_rng(devices)
         self.state.remember()
         self.running = True
         try:
-            with torch.random.fork_rng(
-                devices
-            ), warnings.catch_warnings(), cache_kept():
+            with random_kept, warnings.catch_warnings(), cache_kept():
                 warnings.simplefilter("ignore")
                 return call(tree_map_only(T, T.clone, inputs))
         finally:
@@ -205,9 +219,11 @@ class PrivateModel:
         try:
             yield
         except Exception as error:
-            is_told = isinstance(error, ProcessFailure) or self.is_shared_out
+            # The others know of a failure that they have told. Where parameters are
+            # shared out, the processes meet elsewhere.
+            is_known = isinstance(error, ProcessFailure) or self.is_shared_out
             tell = getattr(self.optimizer, "tell", None)
-            if tell is not None and torch.is_grad_enabled() and not is_told:
+            if tell is not None and torch.is_grad_enabled() and not is_known:
                 tell(stage)
             raise
 
@@ -282,12 +298,17 @@ class PrivateModel:
                 record = self.record_type(self, inputs, forward)
                 if settings and self._can_compile(settings, inputs, module):
                     call = self._inner()._call_impl
-                    code = lambda sample: call(*sample[0], **sample[1])  # noqa: E731
-                    kind = CompiledModel, type(None), settings, code
-                    record.compiled = self._compiled_in(*kind)
+
+                    def code(sample: Any) -> Any:
+                        return call(*sample[0], **sample[1])
+
+                    record.compiled = self._programs(
+                        CompiledModel, type(None), settings, code
+                    )
                 return record.output()
         finally:
             set_compiler(compiler)
+            # torch looks for a function that was compiled, and ours are by themselves.
             if settings is not None and settings.fullgraph:
                 frame_to_count(torch.zeros(()))
 
@@ -309,7 +330,7 @@ class PrivateModel:
             f"{self.describe()}: a checkpoint around the private model saves no memory."
             " Checkpoints inside its forward do.",
         )
-        return saved_tensors_hooks(lambda x: x, lambda x: x)
+        return saved_tensors_hooks(_as_it_is, _as_it_is)
 
     def _of_samples(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         """Leaves out the number of tokens in the batch that the Trainer passes."""
@@ -323,16 +344,16 @@ class PrivateModel:
         warn_once(self, _TOKENS, text)
         return {**kwargs, _TOKENS: None}
 
-    def loss_in(self, x: Any) -> Any:
+    def loss_in(self, value: Any) -> Any:
         """
         Returns the loss of a sample in what Opacus's criterion of ghost clipping makes,
         where the model calls that by itself; other values as they are.
         """
-        if not isinstance(x, DPTensorFastGradientClipping):
-            return x
+        if not isinstance(value, DPTensorFastGradientClipping):
+            return value
         if self.optimizer is None:
-            self.optimizer = x.optimizer
-        return getattr(x.loss_per_sample, x.loss_reduction)()
+            self.optimizer = value.optimizer
+        return getattr(value.loss_per_sample, value.loss_reduction)()
 
     def losses(self, kwargs: dict[str, Any], loss_of: Callable) -> T:
         """Returns losses ``[B]`` of ``loss_of(model, **kwargs)`` for each sample."""
@@ -346,26 +367,30 @@ class PrivateModel:
             record = self.record_type(self, inputs, loss)
             if self.settings is not None and self._can_compile(self.settings, inputs):
                 call = self._inner()._call_impl
-                code = lambda sample: loss_of(call, **sample[1])  # noqa: E731
-                kind = CompiledModel, type(loss_of), self.settings, code
-                record.compiled = self._compiled_in(*kind)
+
+                def code(sample: Any) -> T:
+                    return loss_of(call, **sample[1])
+
+                record.compiled = self._programs(
+                    CompiledModel, type(loss_of), self.settings, code
+                )
             return record.losses()
 
-    def clip(self, samples: list[Samples], loss: Callable[[Any], T], total: Any) -> T:
+    def clip(self, samples: list[Samples], loss: Callable[[Any], T], total: Total) -> T:
         """
         Adds the gradients of the losses to a total, group by group, as
         ``clipped_grads`` does. Returns the losses ``[B]``.
         """
         with self.telling("forward pass"):
             self.check_hooks()
-            size = sum(some.size for some in samples)
             if not samples:
                 return torch.zeros(0)
-            inputs = Inputs(samples, size)
+            inputs = Inputs(samples, sum(part.size for part in samples))
             record = self.record_type(self, inputs, loss, total)
             if self.settings is not None and self._can_compile(self.settings, inputs):
-                kind = CompiledStep, CompiledStep, self.settings, loss
-                record.compiled = self._compiled_in(*kind)
+                record.compiled = self._programs(
+                    CompiledStep, CompiledStep, self.settings, loss
+                )
             return record.losses()
 
     def _can_compile(
@@ -380,9 +405,7 @@ class PrivateModel:
             )
         elif inputs.trained:
             reason = "gradients of its inputs are asked for"
-        elif module not in (None, self.module) and (
-            module._forward_hooks or module._forward_pre_hooks
-        ):
+        elif module not in (None, self.module) and _has_forward_hooks(module):
             reason = "there are forward hooks on what make_private has returned"
         if reason is not None:
             self.not_compiled(settings, reason)
@@ -393,16 +416,21 @@ class PrivateModel:
         module = getattr(self.module, "_orig_mod", self.module)
         return module.module if isinstance(module, DDP) else module
 
-    def _compiled_in(
+    def _programs(
         self, kind: type[CompiledModel], key: type, settings: Settings, code: Callable
     ) -> CompiledModel:
         """Returns the programs of code that runs a sample, by the type of its loss."""
-        last, params = self._compiled.get(key), [*map(id, self.params.values())]
-        same = last is not None and last.settings == settings
-        if last is None or not same or [id(p) for p in last.params] != params:
-            last = self._compiled[key] = kind(self, settings, code)
-        last.code = code
-        return last
+        programs = self._compiled.get(key)
+        # Parameters that were frozen, or have come back, need other programs.
+        params = [*map(id, self.params.values())]
+        if (
+            programs is None
+            or programs.settings != settings
+            or [*map(id, programs.params)] != params
+        ):
+            programs = self._compiled[key] = kind(self, settings, code)
+        programs.code = code
+        return programs
 
     def not_compiled(self, settings: Settings, reason: str) -> None:
         """Warns once that the model is not compiled; refuses ``fullgraph=True``."""
