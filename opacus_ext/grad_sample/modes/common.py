@@ -31,7 +31,7 @@ settings: ContextVar[dict[str, Any]] = ContextVar("settings", default={})
 
 def refuse(module: nn.Module, mode: str = "ghost") -> None:
     """Refuses a module with parts that can't be trained privately."""
-    sharded = [x for x in module.modules() if isinstance(x, FSDPModule)]
+    sharded = [part for part in module.modules() if isinstance(part, FSDPModule)]
     if sharded and mode in ("hooks", "functorch"):
         what = f"the model ({type(module).__name__})"
         raise Refused(
@@ -54,8 +54,8 @@ def refuse(module: nn.Module, mode: str = "ghost") -> None:
             "opacus.distributed.DifferentiallyPrivateDistributedDataParallel or "
             "fully_shard.",
         )
-    for name, p in module.named_parameters():
-        if p.requires_grad and p.is_complex():
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad and parameter.is_complex():
             raise Refused(
                 f"Parameter {name} is complex.",
                 parameter=name,
@@ -63,11 +63,12 @@ def refuse(module: nn.Module, mode: str = "ghost") -> None:
                 "part, or freeze it.",
             )
     for name, layer in module.named_modules():
-        what = f"{name or 'the model'} ({type(layer).__name__})"
-        trained = any(p.requires_grad for p in layer.parameters(recurse=False))
-        if isinstance(layer, (nn.Embedding, nn.EmbeddingBag)) and trained:
-            given = layer.max_norm, layer.scale_grad_by_freq, layer.sparse
-            refuse_embedding(what, *given)
+        if not isinstance(layer, (nn.Embedding, nn.EmbeddingBag)):
+            continue
+        if any(p.requires_grad for p in layer.parameters(recurse=False)):
+            what = f"{name or 'the model'} ({type(layer).__name__})"
+            options = layer.max_norm, layer.scale_grad_by_freq, layer.sparse
+            refuse_embedding(what, *options)
 
 
 class PrivateMode(Mode):
@@ -91,17 +92,18 @@ class PrivateMode(Mode):
                 "cleanup() before.",
             )
         refuse(module)
-        given = {"on_nonfinite": "drop", **settings.get()}
-        self.on_nonfinite = given.pop("on_nonfinite")
+        options = {"on_nonfinite": "drop", **settings.get()}
+        self.on_nonfinite = options.pop("on_nonfinite")
         kind: type[PrivateModel] = PrivateModel
         if isinstance(module, FSDPModule):
             kind = ShardedModel
         elif find_group(module.modules()) is not None:
             kind = ParallelModel
-        self.private = kind(module, self, batch_first, **given)
+        self.private = kind(module, self, batch_first, **options)
         self.private.check_hooks()
-        called = [module, self] if isinstance(self, nn.Module) else [module]
-        handles = Handles([Attachment(self.private, each) for each in called])
+        handles = Handles([Attachment(self.private, module)])
+        if isinstance(self, nn.Module):
+            handles.append(Attachment(self.private, self))
         handles += self.private.handles
         module.autograd_grad_sample_hooks = self.autograd_grad_sample_hooks = handles
         self.enable_hooks()
@@ -123,20 +125,18 @@ class PrivateMode(Mode):
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compiles the wrapped model, as ``nn.Module.compile``."""
-        self.private.settings = settings_of(
-            torch.compile(nn.Identity(), *args, **kwargs)
-        )
+        compiled = torch.compile(nn.Identity(), *args, **kwargs)
+        self.private.settings = settings_of(compiled)
 
 
 def classes(mode: type, hooks: type, module: type) -> tuple[type, type]:
     """Makes Opacus's two classes of a mode: a wrapper of a model, and its hooks."""
     name, about = mode.__name__, {"__doc__": mode.__doc__, "__module__": __name__}
-    made = (
-        type(f"{name}Module", (_Copied, _Wrapper, mode, module), about),
-        type(f"{name}Hooks", (_Wrapper, mode, hooks), about),
-    )
-    globals().update({kind.__name__: kind for kind in made})  # where pickle looks
-    return made
+    wrapper = type(f"{name}Module", (_Copied, _Wrapper, mode, module), about)
+    of_hooks = type(f"{name}Hooks", (_Wrapper, mode, hooks), about)
+    # Pickle looks for a class in its module.
+    globals().update({wrapper.__name__: wrapper, of_hooks.__name__: of_hooks})
+    return wrapper, of_hooks
 
 
 class _Wrapper:
@@ -146,8 +146,9 @@ class _Wrapper:
         try:
             return super().__getattr__(name)
         except AttributeError:
-            held = vars(self)
-            model = held.get("_modules", held).get("_module")
+            # A wrapper is a module, and has its model among its modules; hooks are not.
+            attributes = vars(self)
+            model = attributes.get("_modules", attributes).get("_module")
             if model is None or name.startswith("__"):
                 raise
             return getattr(model, name)
@@ -161,7 +162,7 @@ class _Copied:
 
     def _plain(self) -> dict[str, Any]:
         state = {**vars(self), "autograd_grad_sample_hooks": []}
-        for name in ("private", "_compiled_call_impl", "_found"):
+        for name in ("private", "_compiled_call_impl", "_backward"):
             state.pop(name, None)
         if "_per_sample_gradient_norms" in state:
             state["_per_sample_gradient_norms"] = None
@@ -176,9 +177,9 @@ class _Copied:
         self.private.enabled = False
 
     def __deepcopy__(self, memo: dict) -> Any:
-        made = memo[id(self)] = type(self).__new__(type(self))
-        made.__setstate__(copy.deepcopy(self._plain(), memo))
-        return made
+        copied = memo[id(self)] = type(self).__new__(type(self))
+        copied.__setstate__(copy.deepcopy(self._plain(), memo))
+        return copied
 
 
 class Handles(list):
@@ -189,19 +190,23 @@ class Handles(list):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         for handle in self:
-            for name, p in getattr(
-                getattr(handle, "private", None), "params", {}
-            ).items():
-                for key in ("grad_sample", "summed_grad"):
-                    if getattr(p, key, None) is not None:
-                        raise Refused(
-                            f"Parameter {name} has a gradient without noise ({key}), "
-                            "which a file of the whole model would have, too.",
-                            parameter=name,
-                            remedy="Save model.state_dict(), or call "
-                            "optimizer.zero_grad() before.",
-                        )
+            if isinstance(handle, Attachment):
+                for name, parameter in handle.private.params.items():
+                    _refuse_gradients(name, parameter)
         return list, ()
+
+
+def _refuse_gradients(name: str, parameter: nn.Parameter) -> None:
+    """Refuses to write a parameter to a file with gradients that have no noise."""
+    for key in ("grad_sample", "summed_grad"):
+        if getattr(parameter, key, None) is not None:
+            raise Refused(
+                f"Parameter {name} has a gradient without noise ({key}), "
+                "which a file of the whole model would have, too.",
+                parameter=name,
+                remedy="Save model.state_dict(), or call "
+                "optimizer.zero_grad() before.",
+            )
 
 
 def trained_of(module: nn.Module) -> nn.Module:
@@ -257,8 +262,9 @@ class ByHand:
         stock = type(module)
         if stock not in kind.__mro__ or not stock.__module__.startswith("opacus."):
             return None
-        given = getattr(module, "batch_first"), getattr(module, "loss_reduction")
-        return cls(module) if given == (batch_first, loss_reduction) else None
+        wrapper: Any = module
+        options = wrapper.batch_first, wrapper.loss_reduction
+        return cls(wrapper) if options == (batch_first, loss_reduction) else None
 
     def remove(self) -> None:
         """Removes Opacus's hooks, and what they have left."""
@@ -269,10 +275,10 @@ class ByHand:
         self._reset()
 
     def _reset(self) -> None:
-        for p in self.wrapper.parameters():
-            p.grad_sample, p._forward_counter = None, 0
+        for parameter in self.wrapper.parameters():
+            parameter.grad_sample, parameter._forward_counter = None, 0
 
-    def redirect(self, made: Any) -> None:
+    def redirect(self, made: object) -> None:
         """Lets the wrapper call, and clean up, what was made of its model."""
         private = private_model_of(self.wrapper._module)
         if private is not None:
@@ -290,8 +296,10 @@ class ByHand:
 
 def private_model_of(module: nn.Module) -> PrivateModel | None:
     """Returns the private model of a module; None if it is not private."""
-    handles = getattr(module, "autograd_grad_sample_hooks", ())
-    return next((h.private for h in handles if isinstance(h, Attachment)), None)
+    for handle in getattr(module, "autograd_grad_sample_hooks", ()):
+        if isinstance(handle, Attachment):
+            return handle.private
+    return None
 
 
 def not_called(private: PrivateModel) -> Refused:
@@ -309,12 +317,12 @@ def not_called(private: PrivateModel) -> Refused:
     )
 
 
-def not_private(private: PrivateModel, p: Any, what: str) -> Refused:
+def not_private(private: PrivateModel, parameter: Any, what: str) -> Refused:
     """Makes the error for a parameter whose gradient would not be clipped."""
-    name = private.names.get(p)
+    name, shape = private.names.get(parameter), tuple(parameter.shape)
     if name is not None:
         return Refused(
-            f"Parameter {name} of shape {tuple(p.shape)} is also used outside of the "
+            f"Parameter {name} of shape {shape} is also used outside of the "
             "model's forward, for example in the loss, where its per-sample gradients "
             "are unknown.",
             parameter=name,
@@ -328,7 +336,7 @@ def not_private(private: PrivateModel, p: Any, what: str) -> Refused:
         )
     return Refused(
         f"{private.describe()}: {what} computed by another model, with a parameter of "
-        f"shape {tuple(p.shape)}, whose gradient would not be private.",
+        f"shape {shape}, whose gradient would not be private.",
         module=private.describe(),
         remedy="Make it part of the model that make_private is given, or freeze it.",
     )
@@ -349,11 +357,11 @@ def feeds_another(private: PrivateModel) -> Refused:
 
 def of_other_sizes(private: PrivateModel, sizes: Iterable[int]) -> Refused:
     """Makes the error for a loss of calls on different numbers of samples."""
-    found = " and ".join(map(str, sorted(sizes)))
+    numbers = " and ".join(map(str, sorted(sizes)))
     return Refused(
-        f"{private.describe()}: one loss of calls on {found} samples. Sample i of each "
-        "call is clipped together with sample i of the others, as one record's: other "
-        "samples could make a record count several times.",
+        f"{private.describe()}: one loss of calls on {numbers} samples. Sample i of "
+        "each call is clipped together with sample i of the others, as one record's: "
+        "other samples could make a record count several times.",
         module=private.describe(),
         remedy="Call it on as many fakes as records, noise = torch.randn(len(x), ...) "
         "for a batch x of the loader, and call backward() on the sum of the losses.",
