@@ -58,8 +58,9 @@ def settings_of(module: nn.Module) -> Settings | None:
     """Returns the settings of ``torch.compile(model)`` or ``model.compile()``."""
     if isinstance(module, OptimizedModule):
         return settings_from(module.dynamo_ctx.callback)
-    call = vars(module).get("_compiled_call_impl")
-    for cell in getattr(call, "__closure__", None) or ():
+    compiled = vars(module).get("_compiled_call_impl")
+    # The context of the compiler is in the closure of what nn.Module calls.
+    for cell in getattr(compiled, "__closure__", None) or ():
         if isinstance(cell.cell_contents, OptimizeContext):
             return settings_from(cell.cell_contents.callback)
     return None
@@ -68,6 +69,7 @@ def settings_of(module: nn.Module) -> Settings | None:
 def settings_from(compiler: object) -> Settings | None:
     """Returns the settings of a compiler, see ``set_compiler`` of private_torch.py."""
     fullgraph, backend = False, compiler
+    # The compiler is wrapped several times, with one wrapper that asserts fullgraph.
     while callable(backend):
         fullgraph = fullgraph or "Assert" in type(backend).__name__
         inner = getattr(backend, "_torchdynamo_orig_callable", None)
@@ -117,7 +119,7 @@ class _Group(TracedGroup):
             raise NotAtOnce("a parameter that the model does not have")
 
 
-class _Call:
+class _Recorder:
     """Calls code with a sample, and keeps what else it returns beside tensors."""
 
     def __init__(self, code: Code):
@@ -180,42 +182,44 @@ def _forward(
     code: Code, params: list[T], slots: list[T], *batch: Any
 ) -> tuple[list[T], list[list[T]], str]:
     """Returns the outputs ``[B, ...]``, the saved data of each use, and a signature."""
-    samples, call = _samples(*batch), _Call(code)
+    samples, recorder = _samples(*batch), _Recorder(code)
     group = TracedGroup(params, samples.size, attaches=True)
-    outputs, kept = group.run(call, samples, slots)
-    kept = [[*map(T.detach, data)] for data in kept]
-    return outputs, kept, call.signature(group)
+    outputs, saved = group.run(recorder, samples, slots)
+    saved = [[*map(T.detach, data)] for data in saved]
+    return outputs, saved, recorder.signature(group)
 
 
 def _step(
     code: Code, params: list[T], slots: list[T], mask: T, clipping: tuple, *batch: Any
 ) -> tuple[T, tuple[T, list[T | None]], str]:
     """Returns the losses ``[B]``, norms and clipped sums, and a signature."""
-    samples, call = _samples(*batch), _Call(code)
+    samples, recorder = _samples(*batch), _Recorder(code)
     first = _Group(params, samples.size)
+    # The first run finds the uses of parameters, as each needs a slot.
     with torch.enable_grad():
-        first.run(call, samples)
-    signature, slots = call.signature(first), first.make_slots()
+        first.run(recorder, samples)
+    signature, slots = recorder.signature(first), first.make_slots()
 
     def run(slots: list[T]) -> tuple[T, Any]:
         group = TracedGroup(params, samples.size)
-        (losses,), kept = group.run(call, samples, slots)
-        if call.signature(group) != signature:
+        (losses,), saved = group.run(recorder, samples, slots)
+        if recorder.signature(group) != signature:
             raise NotAtOnce("a loss that uses parameters differently in each call")
-        return losses, kept
+        return losses, saved
 
     with torch.no_grad():
-        vjp: Any = torch.func.vjp  # of three results here
-        losses, pull, kept = vjp(run, slots, has_aux=True)
+        # Its type has two results, and with has_aux there are three.
+        vjp: Any = torch.func.vjp
+        losses, pull, saved = vjp(run, slots, has_aux=True)
         with no_autocast():
             (grads,) = pull(mask.to(losses))
-            clipped = _clip(first, kept, grads, mask, *clipping)
+            clipped = _clip(first, saved, grads, mask, *clipping)
             return losses, clipped, signature
 
 
 def _clip(
     group: TracedGroup,
-    kept: list[list[T]],
+    saved: list[list[T]],
     grads: Sequence[T | None],
     mask: T,
     params: list[T],
@@ -225,7 +229,7 @@ def _clip(
 ) -> tuple[T, list[T | None]]:
     """Returns norms and clipped sums of the samples that are in the mask."""
     norms = GroupNorms(params, group.size, clipping.per_parameter)
-    norms.finish(group.collect(kept, grads, group.size, mask))
+    norms.finish(group.collect(saved, grads, group.size, mask))
     factors = partial(clipping.factors, bound=bound)
     return norms_and_sums(norms, factors, scale, mask > 0)
 
@@ -238,7 +242,7 @@ class Traced(NamedTuple):
 
     group: TracedGroup  # the uses of parameters
     slots: list[T]  # leaves that are zero
-    call: _Call  # the rest of the output
+    recorder: _Recorder  # the rest of the output
     signature: str  # must be equal in each call
     changed: list[str]  # names of changed state that is not made of data
     clips: dict[tuple, Callable]  # compiled clipping programs
@@ -283,7 +287,8 @@ class CompiledModel:
         """
         count, kind = samples.size, _kind(samples, self.model.module.training)
         size = self._size_for(kind, count)
-        if size > count:  # fills up with samples that are ignored
+        # Copies of the last sample fill up the batch, and are ignored.
+        if size > count:
             samples = samples.select(torch.arange(size).clamp(max=count - 1))
         key = size, *kind
         if key not in self._failed:
@@ -298,12 +303,12 @@ class CompiledModel:
     def _results(
         self, key: tuple, samples: Samples, count: int, total: Any
     ) -> tuple[Any, Any] | None:
-        (outputs, kept, _), traced = self._call(key, samples)
+        (outputs, saved, _), traced = self._call(key, samples)
         # A slice that is not needed would copy in its backward pass.
         if samples.size > count:
             outputs = [output[:count] for output in outputs]
-        output = traced.call.output(outputs, self.model.describe())
-        return output, CompiledGroup(self, traced, kept, count)
+        output = traced.recorder.output(outputs, self.model.describe())
+        return output, CompiledGroup(self, traced, saved, count)
 
     def _call(self, key: tuple, samples: Samples, *more: Any) -> tuple[Any, Traced]:
         """Runs the program of these samples; traces them anew if it differs."""
@@ -328,6 +333,7 @@ class CompiledModel:
         must change as it did there.
         """
         state = self.model.state
+        # Looking at the state takes time, and most models have none that changes.
         if checks:
             state.remember()
         with config.patch(self._config):
@@ -344,7 +350,7 @@ class CompiledModel:
         sizes = self._sizes.setdefault(kind, [])
         left = self.settings.most - sum(map(len, self._sizes.values()))
         large = [size for size in sizes if size >= count]
-        # The last program is kept for larger batches.
+        # While several may be built, each fits; the last one is for larger batches.
         if large and (left < 2 or 4 * min(large) <= 5 * padded(count)):
             return min(large)
         if left < 1:
@@ -359,12 +365,12 @@ class CompiledModel:
 
     def _trace(self, samples: Samples) -> Traced:
         """Runs samples of a new kind eagerly, to find the uses of parameters."""
-        state, call = self.model.state, _Call(self.code)
+        state, recorder = self.model.state, _Recorder(self.code)
         state.remember()
         group = _Group(self.params, samples.size)
         try:
             with torch.enable_grad():
-                group.run(call, samples)
+                group.run(recorder, samples)
             changes = state.changes()
         finally:
             name = state.restore()
@@ -374,8 +380,8 @@ class CompiledModel:
         if name is not None:
             raise NotAtOnce(f"a forward that changes {name}")
         slots = [slot.requires_grad_() for slot in group.make_slots()]
-        signature, names = call.signature(group), _names_of(changes)
-        return Traced(group, slots, call, signature, names, {})
+        signature, names = recorder.signature(group), _names_of(changes)
+        return Traced(group, slots, recorder, signature, names, {})
 
 
 def _names_of(changes: Sequence[Change]) -> list[str]:
@@ -417,7 +423,8 @@ def _reason(error: Any) -> str:
     while isinstance(getattr(error, "inner_exception", None), BaseException):
         error = error.inner_exception
     if type(error).__module__ == "torch._dynamo.exc" and error.__cause__ is not None:
-        error = error.__cause__  # which the code has raised
+        # The code of the user has raised it.
+        error = error.__cause__
     return why(error)
 
 
@@ -435,7 +442,8 @@ class CompiledStep(CompiledModel):
         with full_precision(like.device):
             results, _ = self._call(key, samples, mask, clips)
         losses, (norms, sums), _ = results
-        if not is_finite(norms):  # rare: some are computed anew, or dropped
+        # This is rare. Norms of some samples are computed anew, or they are dropped.
+        if not is_finite(norms):
             return None
         return losses[:count], ClippedStep(norms[..., :count], sums)
 
@@ -456,7 +464,7 @@ class CompiledGroup(NamedTuple):
 
     compiled: CompiledModel
     traced: Traced
-    kept: list[list[T]]  # saved data of each use
+    saved: list[list[T]]  # saved data of each use
     size: int  # samples from here on only fill up the program's batch
 
     def add_to(
@@ -476,7 +484,8 @@ class CompiledGroup(NamedTuple):
             norms, *sums = self._clip(total, of_slots)
             if is_finite(norms):
                 total.add_clipped(rows, norms[..., : self.size], sums)
-            else:  # rare: some are computed anew, or dropped
+            # This is rare. Norms of some are computed anew, or they are dropped.
+            else:
                 self._add_eagerly(total, rows, of_slots)
 
     def _clip(self, total: ClippedSum, grads: Sequence[T | None]) -> Sequence[Any]:
@@ -486,7 +495,7 @@ class CompiledGroup(NamedTuple):
         clipping = function.clipping
         bound, scale = like.new_tensor(function.bound), like.new_tensor(total.scale)
         mask = _mask(group.size, self.size, like)
-        leaves, spec = tree_flatten((bound, scale, mask, [*grads], self.kept))
+        leaves, spec = tree_flatten((bound, scale, mask, [*grads], self.saved))
         used = tuple(i for i, leaf in enumerate(leaves) if leaf is not None)
         tensors = [leaves[i] for i in used]
         # Layers with one input may have saved it once for all: a trace depends on it.
@@ -497,9 +506,9 @@ class CompiledGroup(NamedTuple):
             filled: list[T | None] = [None] * spec.num_leaves
             for i, tensor in zip(used, tensors):
                 filled[i] = tensor
-            bound, scale, mask, grads, kept = tree_unflatten(filled, spec)
+            bound, scale, mask, grads, saved = tree_unflatten(filled, spec)
             given = mask, params, clipping, bound, scale
-            norms, sums = _clip(group, kept, grads, *given)
+            norms, sums = _clip(group, saved, grads, *given)
             return [norms, *sums]
 
         programs, key = self.traced.clips, (used, shared, clipping, *map(id, params))
@@ -512,8 +521,8 @@ class CompiledGroup(NamedTuple):
         self, total: Total, rows: T | None, grads: Sequence[T | None]
     ) -> None:
         """Adds the gradients, given those of the slots, without a compiled program."""
-        kept, grads = tree_map(self._without_fill, (self.kept, [*grads]))
-        samples = self.traced.group.collect(kept, grads, self.size)
+        saved, grads = tree_map(self._without_fill, (self.saved, [*grads]))
+        samples = self.traced.group.collect(saved, grads, self.size)
         if isinstance(total, ClippedSum):
             total.add(rows, total.group_norms(self.size), samples)
         else:

@@ -88,8 +88,9 @@ class ForwardRecord:
     ):
         self.model, self.inputs, self.call, self.total = model, inputs, call, total
         self.size, self.params = inputs.size, model.params
-        self.trained = [x for x, _ in inputs.trained]  # inputs with a graph
-        self.leaves = [leaf for _, leaf in inputs.trained]  # their copies in samples
+        # Inputs with a graph, and their copies in samples.
+        self.trained = [tensor for tensor, _ in inputs.trained]
+        self.leaves = [leaf for _, leaf in inputs.trained]
         self.groups: list[GroupOutputs] = []
         self.dims: dict[int, int | None] = {}
         self.done = self.retain_graph = self.read_data = False
@@ -125,6 +126,7 @@ class ForwardRecord:
         tensors = list(output.tensors.values())
         if not tensors:
             return []
+        # Outputs need a gradient also where no input has one.
         anchor = torch.empty((), requires_grad=True)
         return list(Boundary.apply(self, anchor, len(tensors), *tensors, *self.trained))
 
@@ -136,6 +138,7 @@ class ForwardRecord:
         try:
             model.run(self)
         except BaseException as error:
+            # A loop that goes on after the error finds the state of before.
             if self._count:
                 model.state.restore()
             self._explain(error)
@@ -187,6 +190,7 @@ class ForwardRecord:
         whole batch; returns None if that fails.
         """
         dims, batch = self.model.output_dims, self.inputs.given
+        # The dim that is as long as the batch is the one; of one sample both are 1.
         if (name, shape) not in dims and self.size > 1 and batch is not None:
             with suppress(Exception), torch.no_grad(), self._eagerly():
                 output = self.model.tried(self.call, batch)
@@ -215,6 +219,7 @@ class ForwardRecord:
         """Restores the state that the first group of samples has seen."""
         if self._count:
             self._restore()
+        # No group sees what a sample alone may write to: parameters are copied, too.
         if not self._count or alone and not self._alone:
             self.model.state.remember(parameters=alone)
         self._alone = alone
@@ -229,6 +234,7 @@ class ForwardRecord:
         """Runs samples in a compiled program; returns False if there is none."""
         if self.compiled is None:
             return False
+        # A program that fails has changed nothing: the samples run eagerly.
         try:
             result = self.compiled.run(samples, self.total)
         except NotCompiled as error:
@@ -265,7 +271,7 @@ class ForwardRecord:
         group.free_copies()
         self._keep(returned, GroupOutputs(rows, group, returned.with_graph()))
 
-    def alone(self, samples: Samples, i: int) -> None:
+    def alone(self, samples: Samples, index: int) -> None:
         """Runs one sample by plain autograd."""
         if samples.size == 1 and self._by_program(samples):
             return
@@ -275,7 +281,7 @@ class ForwardRecord:
         copies: list[tuple[T, T]] = []
 
         def copied(leaf: T) -> T:
-            copies.append((leaf, leaf[i].clone()))
+            copies.append((leaf, leaf[index].clone()))
             return copies[-1][1]
 
         sample = samples.tree(copied)
@@ -284,13 +290,15 @@ class ForwardRecord:
         self._compare_state(self.model.state.changes())
         for leaf, copy in copies:
             if version(copy):
-                leaf.detach()[i].copy_(copy.detach())
+                leaf.detach()[index].copy_(copy.detach())
         rows = samples.rows
         if rows is None:
             rows = torch.arange(samples.size)
-        row = rows[i : i + 1]
+        row = rows[index : index + 1]
         returned = read_output(output, self._read_alone, row, 1)
-        outputs = {number: y[0] for number, y in returned.with_graph().items()}
+        outputs = {}
+        for number, output in returned.with_graph().items():
+            outputs[number] = output[0]
         inputs = set(map(id, self.leaves))
         for leaf in graph_of(list(outputs.values()))[0]:
             if id(leaf) not in inputs:
@@ -308,7 +316,8 @@ class ForwardRecord:
     def without_samples(self) -> None:
         """Runs an empty batch: a sample of zeros, whose rows are dropped."""
         self._begin()
-        output = self._of_zeros()  # what it leaves on modules is made without data
+        # What the sample leaves on modules is made without data, and may stay.
+        output = self._of_zeros()
 
         def read(value: Any) -> Leaf:
             value = self.model.loss_in(value)
@@ -317,17 +326,18 @@ class ForwardRecord:
 
         self._returned.append(read_output(output, read, None, 0))
 
-    def _keep(self, returned: Returned, some: GroupOutputs) -> None:
+    def _keep(self, returned: Returned, part: GroupOutputs) -> None:
         """Keeps a group for ``backward()``, or adds its gradients to the total now."""
         for tensor, before in self._shared:
             if version(tensor) != before:
                 raise self._changes("an input that all samples share", "in place, and ")
         if self.total is None:
-            self.groups.append(some)
+            self.groups.append(part)
         else:
-            outputs = list(some.outputs.values())
+            outputs = list(part.outputs.values())
             with no_autocast():
-                self._add(self.total, some, outputs, [*map(torch.ones_like, outputs)])
+                self._add(self.total, part, outputs, [*map(torch.ones_like, outputs)])
+            # Their graph is not needed any more.
             leaves = [x._replace(value=x.value.detach()) for x in returned.leaves]
             returned = returned._replace(leaves=leaves)
         self._returned.append(returned)
@@ -366,6 +376,7 @@ class ForwardRecord:
     def _left_by_zeros(self) -> list[Change] | None:
         """Returns what a sample of zeros changes; None if the code can't run it."""
         bring_back = self.model.state.held_now()
+        # Zeros must find the state that the samples have found.
         self._restore()
         try:
             with torch.no_grad(), warnings.catch_warnings():
@@ -403,7 +414,7 @@ class ForwardRecord:
         if most is not None and self.size > most and not self._is_drawn():
             reason = self.model.refused(
                 f"was called on {self.size} samples, and the loader drew at most "
-                f"{most} records: some would count several times.",
+                f"{most} records: part would count several times.",
                 "Call it on as many samples as records: for K views of a record give "
                 "make_private opacus_ext.losses.PerRecord(model), and call it by "
                 "keyword on [B, K, ...]: its outputs are [B, K, ...]; a GAN takes a "
@@ -418,6 +429,7 @@ class ForwardRecord:
                 "so that a sample counts twice.",
                 "Add the losses and call backward() once.",
             )
+        # Hooks may have come after the forward.
         self.model.check_hooks()
         self.done = True
 
@@ -431,11 +443,11 @@ class ForwardRecord:
         graph; returns those of the leaves.
         """
         of_leaves: list[T | None] = [None] * len(self.leaves)
-        for some in self.groups:
-            outputs, of_outputs = self._own(some, grads)
+        for part in self.groups:
+            outputs, of_outputs = self._own(part, grads)
             try:
                 with no_autocast():
-                    of_group = self._add(total, some, outputs, of_outputs)
+                    of_group = self._add(total, part, outputs, of_outputs)
             except NotAtOnce as error:
                 raise self.model.refused(
                     f"{error} uses a parameter, so that its per-sample gradients are "
@@ -447,14 +459,15 @@ class ForwardRecord:
 
     def of_inputs(self, grads: Sequence[T | None]) -> list[T | None]:
         """Returns the gradients of the inputs only."""
+        # Without parameters a total takes no memory.
         total = DenseGrads({}, self.size, self.retain_graph)
         return self.add_gradients(total, grads)
 
     def _add(
-        self, total: Total, some: GroupOutputs, outputs: list[T], grads: list[T]
+        self, total: Total, part: GroupOutputs, outputs: list[T], grads: list[T]
     ) -> list[T | None]:
         """Adds the gradients of a group; returns those of the leaves."""
-        rows, group, params = some.rows, some.group, list(self.params.values())
+        rows, group, params = part.rows, part.group, list(self.params.values())
         with unchanged(self.params.values()):
             if group is None:
                 leaves, names = [*params, *self.leaves], list(self.params)
@@ -468,19 +481,20 @@ class ForwardRecord:
             return total.add_group(rows, group, outputs, grads, params, self.leaves)
 
     def _own(
-        self, some: GroupOutputs, grads: Sequence[T | None]
+        self, part: GroupOutputs, grads: Sequence[T | None]
     ) -> tuple[list[T], list[T]]:
         """Returns the outputs of a group and their gradients, in the group's layout."""
         outputs, of_outputs = [], []
         for (number, dim), grad in zip(self.dims.items(), grads):
-            output = some.outputs.get(number)
+            output = part.outputs.get(number)
             # A loss may not depend on all outputs, nor a group have a graph of each.
             if grad is None or output is None:
                 continue
-            if dim is not None:  # [.., B, ..] as [B, .., 1, ..]
+            # Groups have [.., B, ..] as [B, .., 1, ..].
+            if dim is not None:
                 grad = grad.unflatten(dim, (self.size, 1)).movedim(dim, 0)
-            if some.rows is not None:
-                grad = grad[some.rows.to(grad.device)]
+            if part.rows is not None:
+                grad = grad[part.rows.to(grad.device)]
             outputs.append(output)
             of_outputs.append(grad.to(output.dtype))
         return outputs, of_outputs

@@ -75,8 +75,8 @@ class ModelGroup(SampleGroup):
         self.model = model
         self.frees_parameters = model.frees_parameters
 
-    def reach(self, x: T) -> None:
-        self.model.state.reach(x)
+    def reach(self, tensor: T) -> None:
+        self.model.state.reach(tensor)
 
     def check_leaves(self, leaves: list[T]) -> None:
         for leaf in leaves:
@@ -131,6 +131,7 @@ class PrivateModel:
         self.one_by_one = mode.one_by_one
         self.compiles = mode.compiles and not self.is_shared_out
         self.enabled, self.running = True, False
+        # Parameters that come later have no name here, and are refused.
         self.names = {p: name for name, p in module.named_parameters()}
         self.inputs = InputReader(module, self.batch_dim, take, shared)
         self.state = State(module)
@@ -142,7 +143,8 @@ class PrivateModel:
         self.zeros_leave_nothing = False  # True if a sample of zeros changed no state
         self.settings = settings_of(module)
         self.has_compiled = any(map(settings_of, module.modules()))
-        self._compiled: dict[type, CompiledModel] = {}  # by type of what calls it
+        # By the type of the loss, or of what stands for it.
+        self._compiled: dict[type, CompiledModel] = {}
 
     # -- the model ---------------------------------------------------------------------
 
@@ -196,7 +198,8 @@ class PrivateModel:
     def tried(self, call: Callable[[Any], Any], inputs: Any) -> Any:
         """Returns the result of a call; restores state and random numbers."""
         devices: list[int] = []
-        if torch.cuda.is_initialized():  # or keeping its numbers would initialize it
+        # Keeping the numbers of a device that is not used would initialize it.
+        if torch.cuda.is_initialized():
             devices = [*range(torch.cuda.device_count())]
         random_kept = torch.random.fork_rng(devices)
         self.state.remember()
@@ -260,6 +263,7 @@ class PrivateModel:
 
     def check_hooks(self) -> None:
         """Refuses what would see or change gradients of single samples."""
+        # Set while a wrapper of DDP runs what is in it.
         around = DDP._active_ddp_module
         if around is not None:
             raise self.refused(
@@ -282,8 +286,10 @@ class PrivateModel:
     @skip
     def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Handles a call of the model, or of the wrapper around it."""
+        # A model within its own forward, or that is evaluated, is a plain module.
         if not self.enabled or self.running or not torch.is_grad_enabled():
             return module._call_impl(*args, **kwargs)
+        # Where the user's loop is compiled, Dynamo would trace into our own code.
         compiler, settings = set_compiler(None), self.settings
         if compiler is not None:
             settings = settings_from(compiler) or settings
@@ -383,6 +389,7 @@ class PrivateModel:
         """
         with self.telling("forward pass"):
             self.check_hooks()
+            # An empty batch has no leaf of which the device would be known.
             if not samples:
                 return torch.zeros(0)
             inputs = Inputs(samples, sum(part.size for part in samples))
@@ -413,6 +420,7 @@ class PrivateModel:
 
     def _inner(self) -> nn.Module:
         """Returns the module that is compiled, without what is wrapped around it."""
+        # torch.compile, and then DDP.
         module = getattr(self.module, "_orig_mod", self.module)
         return module.module if isinstance(module, DDP) else module
 

@@ -133,7 +133,8 @@ def _reader_of(kind: type) -> Callable[[Any], Mapping]:
     slots = _slots(kind)
     if kind in _DICTS:
         return lambda value: value
-    if issubclass(kind, dict):  # whose methods may do anything
+    # Methods of a class of the user may do anything.
+    if issubclass(kind, dict):
         return lambda value: dict(dict.items(value))
     if issubclass(kind, _SEQUENCES):
         return lambda value: dict(enumerate(value))
@@ -148,6 +149,7 @@ def _reader_of(kind: type) -> Callable[[Any], Mapping]:
 
 
 def _of_array(array: Any) -> dict:
+    # Numbers are compared by their bytes, which are a copy; a bytearray has no dtype.
     if getattr(array, "dtype", None) == object:
         return dict(enumerate(array.flat))
     return {np.shape(array): bytes(array)}
@@ -222,6 +224,7 @@ def leaves_of(value: object, modules: bool = False) -> Iterator[Any]:
         elif id(item) not in seen and (looks_into or is_looked_into(item)):
             seen.add(id(item))
             yield type(item)
+            # An object that shows neither may still hold data, as an iterator does.
             entries, attributes = entries_of(item), attributes_of(item)
             if entries or attributes is not None or type(item) in _HOLD:
                 todo += [*entries, *entries.values(), *(attributes or {}).values()]

@@ -54,8 +54,9 @@ _PARTS = {"_parameters", "_buffers", "_modules"} | _HOOKS
 _HELD = (T, nn.Module, torch.Generator)
 _BUILT_IN = ("builtins", "collections")  # modules that define containers
 # Attributes that a class sets but does not read in training: here the last state of a
-# scan, for decoding. A class of the user names its own in ``transient``.
-_TRANSIENT = {"RecurrentGemmaRglru": ("recurrent_states",)}  # of transformers
+# scan, for decoding, in transformers. A class of the user names its own in
+# ``transient``.
+_TRANSIENT = {"RecurrentGemmaRglru": ("recurrent_states",)}
 
 
 class Change(NamedTuple):
@@ -69,7 +70,7 @@ class Change(NamedTuple):
     hidden: bool = False
 
 
-class _Place(NamedTuple):
+class _Holder(NamedTuple):
     """The attributes of an object, or a container."""
 
     name: str
@@ -88,7 +89,8 @@ class State:
     def __deepcopy__(self, memo: dict) -> State:
         memo[id(self)] = copied = State(None)
         copied.root = deepcopy(self.root, memo)
-        copied._stale = True  # walked later, when the copy is complete
+        # What it holds may not be copied yet: it is walked when it is needed.
+        copied._stale = True
         return copied
 
     def _collect(self) -> None:
@@ -96,6 +98,7 @@ class State:
         walk = _Walk(self.root)
         self.modules, self._tensors = walk.modules, walk.tensors
         self._generators = walk.generators
+        # None of them is compared: they are None before and after each forward.
         self._transient = []
         for module in self.modules:
             names = _TRANSIENT.get(type(module).__name__, ())
@@ -112,15 +115,16 @@ class State:
         self._full: list[Any] = []
         # True if there are objects other than modules, tensors and containers.
         self.has_objects = False
-        for place in walk.places:
-            container = place.value
+        for holder in walk.holders:
+            container = holder.value
             kind = type(container)
-            self._before.append((place, dict(entries_of(container))))
-            if not place.is_named and kind.__module__ not in _BUILT_IN:
+            self._before.append((holder, dict(entries_of(container))))
+            if not holder.is_named and kind.__module__ not in _BUILT_IN:
                 self.has_objects = True
             if _is_plainly_empty(container):
                 self._empty.append(container)
-            elif kind is not tuple:  # what a tuple holds can't be replaced
+            # What a tuple holds can't be replaced.
+            elif kind is not tuple:
                 self._full.append(container)
         self._flat = flat(self._full)
         self._stale = False
@@ -141,7 +145,9 @@ class State:
         if self._stale or self._has_replaced():
             self._collect()
         self._marks = _marks(self._held)
-        self._random = [(n, g, g.get_state()) for n, g in self._generators.items()]
+        self._random = []
+        for name, generator in self._generators.items():
+            self._random.append((name, generator, generator.get_state()))
         self._streams = [*map(Stream, torch_generators())]
         self._copies: dict[int, T | None] = {}
         for tensor in self._held if parameters else self._others:
@@ -161,9 +167,9 @@ class State:
         """
         self._forget_transient()
         changes: list[Change] = []
-        for place, now, old in self._replaced():
-            if place.is_compared:
-                changes += _changes_in(place, now, old)
+        for holder, now, old in self._replaced():
+            if holder.is_compared:
+                changes += _changes_in(holder, now, old)
         for name, generator, numbers in self._random:
             if not torch.equal(generator.get_state(), numbers):
                 changes.append(Change(name, generator.get_state()))
@@ -181,9 +187,9 @@ class State:
         for stream in self._streams:
             stream.begin_anew()
         lost: str | None = None
-        for place, _, old in self._replaced():
-            if not put_back(place.value, old):
-                lost = place.name
+        for holder, _, old in self._replaced():
+            if not put_back(holder.value, old):
+                lost = holder.name
         for name, tensor, _ in self._rewritten():
             copy = self._copies.get(id(tensor))
             if copy is None or copy.shape != tensor.shape:
@@ -196,9 +202,10 @@ class State:
 
     def held_now(self) -> Callable[[], None]:
         """Returns a function that brings the changes of now back after a restore."""
-        entries = [(place.value, dict(now)) for place, now, _ in self._replaced()]
+        entries = [(holder.value, dict(now)) for holder, now, _ in self._replaced()]
         tensors = [(x, x.detach().clone()) for _, x, _ in self._rewritten()]
-        numbers = [(g, g.get_state()) for g in self._generators.values()]
+        generators = self._generators.values()
+        numbers = [(generator, generator.get_state()) for generator in generators]
 
         @torch.no_grad()
         def bring_back() -> None:
@@ -217,20 +224,22 @@ class State:
 
     def _has_replaced(self) -> bool:
         """Returns False if each container holds the very objects of before."""
+        # Most containers are empty, for hooks: one call asks all of them.
         if any(self._empty):
             return True
         now = flat(self._full)
         return len(now) != len(self._flat) or not all(map(is_, now, self._flat))
 
-    def _replaced(self) -> list[tuple[_Place, Mapping, dict]]:
+    def _replaced(self) -> list[tuple[_Holder, Mapping, dict]]:
         """Returns containers that have changed, with their new and old entries."""
-        changed: list[tuple[_Place, Mapping, dict]] = []
+        changed: list[tuple[_Holder, Mapping, dict]] = []
         if not self._has_replaced():
             return changed
-        for place, old in self._before:
-            now = entries_of(place.value)
+        # All are found before any is put back.
+        for holder, old in self._before:
+            now = entries_of(holder.value)
             if not have_same_entries(now, old):
-                changed.append((place, now, old))
+                changed.append((holder, now, old))
         return changed
 
     def _rewritten(self, compare: bool = True) -> Iterator[Change]:
@@ -242,6 +251,7 @@ class State:
             (old_version, old_address), (new_version, new_address) = old, new
             is_parameter = isinstance(tensor, nn.Parameter)
             wrote = moved = new_address != old_address
+            # A model may keep its parameters in another dtype: that holds no data.
             if moved and is_parameter and self._is_cast(tensor):
                 self._stale = True
                 continue
@@ -252,6 +262,7 @@ class State:
             if copy is not None and (wrote or compare or is_parameter):
                 other_shape = wrote and copy.shape != tensor.shape
                 wrote = other_shape or not holds_still(tensor, copy)
+            # A kernel that writes without a new version was not seen by autograd.
             if wrote:
                 is_hidden = new_version == old_version and not is_parameter
                 yield Change(name, tensor, is_hidden)
@@ -264,19 +275,19 @@ class State:
         return have_same_bits(first.to(parameter.dtype), parameter.detach())
 
 
-def _changes_in(place: _Place, now: Mapping, old: Mapping) -> Iterator[Change]:
+def _changes_in(holder: _Holder, now: Mapping, old: Mapping) -> Iterator[Change]:
     """Yields the changes of a container, given its new and old entries."""
     for key in {**old, **now}:
         new = now.get(key, GONE)
         if are_equal(new, old.get(key, GONE)):
             continue
-        if not place.is_named:
-            yield Change(place.name, (key, new))
+        if not holder.is_named:
+            yield Change(holder.name, (key, new))
         elif not _is_skipped(key):
-            yield Change(_join(place.name, key), new)
+            yield Change(_join(holder.name, key), new)
     # Code can tell the order of keys, and keys that only call themselves equal.
-    if not place.is_named and now.keys() == old.keys() and not are_all_same(now, old):
-        yield Change(place.name, tuple(now))
+    if not holder.is_named and now.keys() == old.keys() and not are_all_same(now, old):
+        yield Change(holder.name, tuple(now))
 
 
 class _Walk:
@@ -287,14 +298,14 @@ class _Walk:
         modules: of the root
         tensors: on modules, or one level below, with their names, by id
         generators: by name
-        places: containers, whose entries are compared
+        holders: containers, whose entries are compared
     """
 
     def __init__(self, root: object):
         self.modules: list[nn.Module] = []
         self.tensors: dict[int, tuple[str, T]] = {}
         self.generators: dict[str, torch.Generator] = {}
-        self.places: list[_Place] = []
+        self.holders: list[_Holder] = []
         self._seen: set[int] = set()
         self._todo: deque[tuple[str, Any]] = deque([("", root)])
         while self._todo:
@@ -310,10 +321,10 @@ class _Walk:
         # The last one may be a class, which several modules have.
         if attributes and id(attributes[-1].value) in self._seen:
             attributes.pop()
-        self._seen.update(id(place.value) for place in attributes)
+        self._seen.update(id(holder.value) for holder in attributes)
         entries: list[tuple[str, Any]] = []
-        for place in attributes:
-            entries += _entries_in(place)
+        for holder in attributes:
+            entries += _entries_in(holder)
         # The list grows while it is read, by what its objects hold.
         for name, value in entries:
             if isinstance(value, T):
@@ -325,53 +336,55 @@ class _Walk:
             elif id(value) not in self._seen and is_looked_into(value):
                 self._seen.add(id(value))
                 entries += self._entries_below(name, value)
-        self.places += attributes
+        self.holders += attributes
 
     def _entries_below(self, name: str, value: object) -> Iterator[tuple[str, Any]]:
-        """Adds an object to the places; yields what is one level below a module."""
+        """Adds an object to the holders; yields what is one level below a module."""
         for container in _containers_of(value):
-            place = _Place(name, container, False)
-            self.places.append(place)
-            for entry in _entries_in(place):
+            holder = _Holder(name, container, False)
+            self.holders.append(holder)
+            for entry in _entries_in(holder):
                 if isinstance(entry[1], _HELD):
                     yield entry
 
 
-def _attributes(name: str, owner: object, is_root: bool) -> Iterator[_Place]:
+def _attributes(name: str, owner: object, is_root: bool) -> Iterator[_Holder]:
     """Yields the attributes of a module, or another root, and those of its class."""
     if inspect.ismethod(owner):
         owner = owner.__self__
     kind: Any = type(owner)
     if isinstance(owner, nn.Module):
         attributes = vars(owner)
-        yield _Place(name, attributes, True)
+        yield _Holder(name, attributes, True)
         for part in _PARTS.intersection(attributes):
             # Whole parameters replace those of FSDP, and back.
             if part == "_parameters" and hasattr(owner, "_is_fsdp_managed_module"):
                 continue
             is_state = part not in _HOOKS
-            yield _Place(name, attributes[part], is_state, is_state)
-        if issubclass(kind, FSDPModule):  # made of the class below it
+            yield _Holder(name, attributes[part], is_state, is_state)
+        # FSDP derives its class from the user's, which is the second below it.
+        if issubclass(kind, FSDPModule):
             kind = kind.__mro__[2]
     elif is_root:
-        yield _Place(name, owner, True)
+        yield _Holder(name, owner, True)
     if kind.__module__.partition(".")[0] not in ("builtins", "torch"):
-        yield _Place(kind.__name__, kind, True)
+        yield _Holder(kind.__name__, kind, True)
 
 
 def _containers_of(value: object) -> Iterator[Any]:
     """Yields an object, and the attributes of a list or dict that has some."""
     yield value
+    # The entries of a list or dict are not its attributes.
     attributes = attributes_of(value)
     if attributes is not None and isinstance(value, CONTAINERS):
         yield attributes
 
 
-def _entries_in(place: _Place) -> Iterator[tuple[str, Any]]:
+def _entries_in(holder: _Holder) -> Iterator[tuple[str, Any]]:
     """Yields the names and values of what a container or object holds."""
-    for key, value in list(entries_of(place.value).items()):
-        name = place.name
-        if place.is_named:
+    for key, value in list(entries_of(holder.value).items()):
+        name = holder.name
+        if holder.is_named:
             if key in _PARTS or _is_skipped(key):
                 continue
             name = _join(name, key)
@@ -386,7 +399,8 @@ def _marks(tensors: Sequence[T]) -> list[tuple[int, int]]:
     """Returns the versions and addresses of tensors."""
     try:
         addresses = [*map(T.data_ptr, tensors)]
-    except RuntimeError:  # one of them has no address
+    # One of them has no address; asking each of them first takes longer.
+    except RuntimeError:
         addresses = [*map(_address_of, tensors)]
     return [*zip(map(attrgetter("_version"), tensors), addresses)]
 
