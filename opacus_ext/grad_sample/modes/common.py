@@ -104,6 +104,7 @@ class PrivateMode(Mode):
         handles = Handles([Attachment(self.private, module)])
         if isinstance(self, nn.Module):
             handles.append(Attachment(self.private, self))
+        # Opacus removes all of them in its cleanup().
         handles += self.private.handles
         module.autograd_grad_sample_hooks = self.autograd_grad_sample_hooks = handles
         self.enable_hooks()
@@ -162,6 +163,7 @@ class _Copied:
 
     def _plain(self) -> dict[str, Any]:
         state = {**vars(self), "autograd_grad_sample_hooks": []}
+        # These belong to the private one, or can't be copied.
         for name in ("private", "_compiled_call_impl", "_backward"):
             state.pop(name, None)
         if "_per_sample_gradient_norms" in state:
@@ -169,10 +171,12 @@ class _Copied:
         return state
 
     def __getstate__(self) -> dict[str, Any]:
-        return copy.deepcopy(self._plain())  # parameters have gradients of samples
+        # Parameters would be written with gradients of samples.
+        return copy.deepcopy(self._plain())
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[misc]
+        # A copy is called as a plain module until make_private is given it.
         self.private = PrivateModel(state["_modules"]["_module"], Mode())
         self.private.enabled = False
 
@@ -211,6 +215,7 @@ def _refuse_gradients(name: str, parameter: nn.Parameter) -> None:
 
 def trained_of(module: nn.Module) -> nn.Module:
     """Returns the model to train, that in the wrapper if it is a copied one."""
+    # A copy has an empty list in the place of its handles.
     if vars(module).get("autograd_grad_sample_hooks") == []:
         if isinstance(module, _Copied):
             return trained_of(getattr(module, "_module"))
@@ -278,13 +283,13 @@ class ByHand:
         for parameter in self.wrapper.parameters():
             parameter.grad_sample, parameter._forward_counter = None, 0
 
-    def redirect(self, made: object) -> None:
+    def redirect(self, wrapped: object) -> None:
         """Lets the wrapper call, and clean up, what was made of its model."""
         private = private_model_of(self.wrapper._module)
         if private is not None:
             handles = self.wrapper._module.autograd_grad_sample_hooks
             handles.append(Attachment(private, self.wrapper))
-            vars(self.wrapper).update(autograd_grad_sample_hooks=handles, made=made)
+            vars(self.wrapper).update(autograd_grad_sample_hooks=handles, made=wrapped)
 
     def put_back(self) -> None:
         """Undoes :meth:`remove`."""

@@ -92,6 +92,7 @@ class ClippedLoss(torch.Tensor, stock.DPTensorFastGradientClipping):
         if value is None:
             losses = loss_per_sample.detach()
             value = losses.sum() if loss_reduction == "sum" else losses.mean()
+        # The value alone has no samples: no gradient may pass through it.
         value = value.detach()
         if loss_per_sample.requires_grad and torch.is_grad_enabled():
             value = _WithoutSamples.apply(value, _anchor)
@@ -149,7 +150,8 @@ class ClippedLoss(torch.Tensor, stock.DPTensorFastGradientClipping):
             )
         self.module.clipped_backward(self.optimizer, self.loss_per_sample, scale)
         self.done = True
-        self.loss_per_sample = self.loss_per_sample.detach()  # the graph can go
+        # The graph can go, also where the user keeps the loss to log it.
+        self.loss_per_sample = self.loss_per_sample.detach()
 
     @classmethod
     def __torch_function__(
@@ -160,20 +162,21 @@ class ClippedLoss(torch.Tensor, stock.DPTensorFastGradientClipping):
         losses = [x for x in args if isinstance(x, ClippedLoss) and not x.done]
         if name in _NO_SAMPLES:
             raise _without_samples(f"{name} of a private loss")
+        # ``loss += other`` binds the name anew: it is computed out of place.
         if name in _IN_PLACE and isinstance(args[0], ClippedLoss):
             name = name[:-1]
             func = getattr(T, name)
 
-        def plain(x: Any) -> Any:
-            if not isinstance(x, ClippedLoss):
-                return x
-            value = x.as_subclass(T)
-            return value.detach() if x.done or name in _NUMBER else value
+        def plain(argument: Any) -> Any:
+            if not isinstance(argument, ClippedLoss):
+                return argument
+            value = argument.as_subclass(T)
+            return value.detach() if argument.done or name in _NUMBER else value
 
-        def of_samples(x: Any) -> Any:
-            if isinstance(x, ClippedLoss) and not x.done:
-                return x.loss_per_sample
-            return plain(x)
+        def of_samples(argument: Any) -> Any:
+            if isinstance(argument, ClippedLoss) and not argument.done:
+                return argument.loss_per_sample
+            return plain(argument)
 
         with DisableTorchFunctionSubclass():
             value = func(*tree_map(plain, args), **tree_map(plain, kwargs))
@@ -205,7 +208,8 @@ class ClippedLoss(torch.Tensor, stock.DPTensorFastGradientClipping):
         loss.sizes = frozenset().union(*(other.sizes for other in losses))
         return loss
 
-    __str__ = torch.Tensor.__str__  # not Opacus's
+    # Opacus's class has one of its own.
+    __str__ = torch.Tensor.__str__
 
 
 def _is_by_sample(name: str, losses: Sequence[ClippedLoss], args: tuple) -> bool:
@@ -264,6 +268,8 @@ class ClippedCriterion(stock.DPLossFastGradientClipping):
         with private.telling("criterion"):
             # The first dim of flattened tokens is not the number of samples.
             size = private.size if shape is None else shape[0]
+            # The criterion may refuse what no call of the model has given: then this
+            # is what to tell.
             try:
                 losses = self.by_sample(args, kwargs, shape, size)
             except Refused:
@@ -343,6 +349,7 @@ class Ghost(PrivateMode):
                 if any(isinstance(x, nn.Parameter) for x in sources.before):
                     self._feed(sources, losses)
                     return
+                # All that this process can refuse is refused before others wait for it.
                 total = self._total(optimizer, losses.numel(), scale)
                 self.private.begin_backward(bool(sources.records))
                 self._add(total, sources, losses if scale == 1 else losses * scale)
@@ -351,6 +358,7 @@ class Ghost(PrivateMode):
         except BaseException:
             self.private.reset()
             raise
+        # Only now, as a backward pass that is refused may be tried again.
         for record in sources.records:
             record.mark_done()
         self.private.passes.add(sources.records)
@@ -366,7 +374,8 @@ class Ghost(PrivateMode):
         for record in sources.records:
             record.mark_done()
             record.may_not_enter(feeds_another(self.private))
-        self.private.passes.add(r for r in sources.records if r.params)
+        # A frozen model's pass leaves no gradient for the step to take.
+        self.private.passes.add(record for record in sources.records if record.params)
 
     def clip(
         self, optimizer: Any, samples: list[Samples], loss: Callable[[Any], T]
@@ -401,7 +410,8 @@ class Ghost(PrivateMode):
         are_same = map(operator.is_, named.values(), params)
         if len(named) == len(params) and all(are_same):
             return named
-        return {self.private.names[p]: p for p in params}
+        names = self.private.names
+        return {names[parameter]: parameter for parameter in params}
 
     def _set_grads(self, optimizer: Any, total: ClippedSum) -> None:
         self.per_sample_gradient_norms = total.norms
@@ -421,7 +431,8 @@ class Ghost(PrivateMode):
                 "backward().",
             )
         for leaf in sources.leaves:
-            if leaf is _anchor:  # as in (1 - torch.exp(-loss)) ** 2 * loss
+            # The anchor is in losses such as (1 - torch.exp(-loss)) ** 2 * loss.
+            if leaf is _anchor:
                 raise _without_samples("A product with what is computed from a loss")
             raise not_private(private, leaf, "the loss is")
         for leaf in sources.before:
@@ -432,8 +443,9 @@ class Ghost(PrivateMode):
             if record.model is not private:
                 leaf = next(iter(record.params.values()), losses)
                 raise not_private(private, leaf, "the loss is")
+            # A second backward pass is refused.
             if record.done:
-                record.mark_done()  # raises
+                record.mark_done()
             if record.size != len(losses):
                 raise Refused(
                     f"The criterion gives {len(losses)} losses for a batch of "
@@ -447,7 +459,8 @@ class Ghost(PrivateMode):
     def _add(self, total: ClippedSum, sources: Dependencies, losses: T) -> None:
         if not sources.nodes:
             return
-        for record in sources.records:  # a call on an output is passed twice
+        # Where outputs of a call are inputs of another, the first is passed twice.
+        for record in sources.records:
             record.retain_graph = sources.nested
         edges: list[GradientEdge] = []
         dims: list[int | None] = []

@@ -61,7 +61,8 @@ class GradSampleMode(PrivateMode):
 
     def begin_forward(self, size: int) -> None:
         """See :class:`~adapter.model.Mode`."""
-        self._backward.clear()  # left by a backward pass that failed
+        # A backward pass that failed may have left something.
+        self._backward.clear()
 
     def mean_of(self, record: ForwardRecord, losses: T) -> T:
         """See :class:`~adapter.model.Mode`."""
@@ -72,6 +73,7 @@ class GradSampleMode(PrivateMode):
     ) -> list[T | None]:
         """Called in ``loss.backward()`` with the gradients of the outputs."""
         record.mark_done()
+        # The callback comes once, at the end of the whole backward pass.
         if not self._backward:
             torch.autograd.Variable._execution_engine.queue_callback(self._finish)
         total = DenseGrads(record.params, record.size)
@@ -109,7 +111,7 @@ class GradSampleMode(PrivateMode):
         grad_samples = [getattr(p, "grad_sample", None) for p in parameters.values()]
         feeds = self._feeds()
         backward, self._backward = self._backward, []
-        if not parameters:  # the model is frozen
+        if not parameters:
             return
         kept = any(old is not None for old in grad_samples)
         if not self.grad_accumulation_allowed and kept and not feeds:
@@ -124,7 +126,8 @@ class GradSampleMode(PrivateMode):
                 record.may_not_enter(feeds_another(self.private))
             elif len(sizes) > 1:
                 record.may_not_enter(of_other_sizes(self.private, sizes))
-        if not kept:  # those before were dropped, or are a part of the sum
+        # Those of earlier passes were dropped, or are a part of the sum.
+        if not kept:
             self.private.passes.forget(kept=False)
         self.private.passes.add(records)
         dense = [total.grads() for _, total in backward]
