@@ -15,9 +15,9 @@ from opacus_ext.grad_sample.adapter.compiled import (
     ClippedStep,
     CompiledGroup,
     CompiledModel,
-    NotCompiled,
     Total,
 )
+from opacus_ext.grad_sample.adapter.functions import NotCompiled
 from opacus_ext.grad_sample.adapter.inputs import Inputs
 from opacus_ext.grad_sample.adapter.objects import (
     Outcome,
@@ -189,7 +189,8 @@ class ForwardRecord:
         Finds the batch dim of an output ``[1, 1, ...]`` by calling the model with the
         whole batch; returns None if that fails.
         """
-        dims, batch = self.model.output_dims, self.inputs.given
+        dims = self.model.output_dims
+        batch = self.inputs.given
         # The dim that is as long as the batch is the one; of one sample both are 1.
         if (name, shape) not in dims and self.size > 1 and batch is not None:
             with suppress(Exception), torch.no_grad(), self._eagerly():
@@ -361,10 +362,12 @@ class ForwardRecord:
         one of zeros, do not make. A single sample may not leave out either what an
         empty batch, in its place, would change.
         """
-        model, name = self.model, self._outcome.differs(changes)
+        model = self.model
+        name = self._outcome.differs(changes)
         compares = changes or self.size == 1 and not model.zeros_leave_nothing
         if name is None and compares and not self._ran_zeros:
-            self._ran_zeros, zeros = True, self._left_by_zeros()
+            self._ran_zeros = True
+            zeros = self._left_by_zeros()
             model.zeros_leave_nothing = not zeros
             if zeros is not None:
                 name = self._outcome.differs(zeros)
@@ -467,10 +470,13 @@ class ForwardRecord:
         self, total: Total, part: GroupOutputs, outputs: list[T], grads: list[T]
     ) -> list[T | None]:
         """Adds the gradients of a group; returns those of the leaves."""
-        rows, group, params = part.rows, part.group, list(self.params.values())
+        rows = part.rows
+        group = part.group
+        params = list(self.params.values())
         with unchanged(self.params.values()):
             if group is None:
-                leaves, names = [*params, *self.leaves], list(self.params)
+                leaves = [*params, *self.leaves]
+                names = list(self.params)
                 kept = isinstance(total, DenseGrads) and total.retain_graph
                 by_id = gradients_alone(outputs, grads, leaves, names, kept)
                 total.add_one(int(cast(T, rows)), by_id)

@@ -17,16 +17,18 @@ from torch.utils._pytree import tree_map_only
 from opacus_ext.grad_sample.adapter.compiled import (
     CompiledModel,
     CompiledStep,
-    Settings,
     Total,
-    frame_to_count,
-    settings_from,
-    settings_of,
 )
 from opacus_ext.grad_sample.adapter.forward import ForwardRecord
 from opacus_ext.grad_sample.adapter.inputs import InputReader, Inputs
 from opacus_ext.grad_sample.adapter.outputs import Leaf
 from opacus_ext.grad_sample.adapter.passes import Passes
+from opacus_ext.grad_sample.adapter.settings import (
+    Settings,
+    frame_to_count,
+    settings_from,
+    settings_of,
+)
 from opacus_ext.grad_sample.adapter.state import State
 from opacus_ext.grad_sample.core.clip import ClippedSum
 from opacus_ext.grad_sample.core.gradients import refuse_hooks
@@ -290,7 +292,8 @@ class PrivateModel:
         if not self.enabled or self.running or not torch.is_grad_enabled():
             return module._call_impl(*args, **kwargs)
         # Where the user's loop is compiled, Dynamo would trace into our own code.
-        compiler, settings = set_compiler(None), self.settings
+        compiler = set_compiler(None)
+        settings = self.settings
         if compiler is not None:
             settings = settings_from(compiler) or settings
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from opacus_ext.grad_sample.adapter.compiled import settings_of
+from opacus_ext.grad_sample.adapter.settings import settings_of
 from opacus_ext.grad_sample.core.clip import ClippedSum
 from opacus_ext.grad_sample.modes.ghost import BookKeeping
 

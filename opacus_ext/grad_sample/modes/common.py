@@ -14,8 +14,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from opacus_ext.grad_sample.adapter.compiled import settings_of
 from opacus_ext.grad_sample.adapter.model import Mode, PrivateModel
+from opacus_ext.grad_sample.adapter.settings import settings_of
 from opacus_ext.grad_sample.core.sharded import refuse_shards, refuse_tensor_parallel
 from opacus_ext.grad_sample.parallel.model import ParallelModel
 from opacus_ext.grad_sample.parallel.sharded import ShardedModel
@@ -132,7 +132,8 @@ class PrivateMode(Mode):
 
 def classes(mode: type, hooks: type, module: type) -> tuple[type, type]:
     """Makes Opacus's two classes of a mode: a wrapper of a model, and its hooks."""
-    name, about = mode.__name__, {"__doc__": mode.__doc__, "__module__": __name__}
+    name = mode.__name__
+    about = {"__doc__": mode.__doc__, "__module__": __name__}
     wrapper = type(f"{name}Module", (_Copied, _Wrapper, mode, module), about)
     of_hooks = type(f"{name}Hooks", (_Wrapper, mode, hooks), about)
     # Pickle looks for a class in its module.
@@ -252,7 +253,8 @@ class ByHand:
     """
 
     def __init__(self, wrapper: Any):
-        self.wrapper, self.enabled = wrapper, wrapper.hooks_enabled
+        self.wrapper = wrapper
+        self.enabled = wrapper.hooks_enabled
 
     @classmethod
     def of(
@@ -324,7 +326,8 @@ def not_called(private: PrivateModel) -> Refused:
 
 def not_private(private: PrivateModel, parameter: Any, what: str) -> Refused:
     """Makes the error for a parameter whose gradient would not be clipped."""
-    name, shape = private.names.get(parameter), tuple(parameter.shape)
+    name = private.names.get(parameter)
+    shape = tuple(parameter.shape)
     if name is not None:
         return Refused(
             f"Parameter {name} of shape {shape} is also used outside of the "
