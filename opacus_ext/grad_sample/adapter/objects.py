@@ -86,7 +86,8 @@ def are_equal(new: object, old: object) -> bool:
         return are_same(new, old)
     if not isinstance(new, CONTAINERS):
         return False
-    new, old = entries_of(new), entries_of(old)
+    new = entries_of(new)
+    old = entries_of(old)
     return are_all_same(new, old) and all(map(are_equal, new.values(), old.values()))
 
 
@@ -225,7 +226,8 @@ def leaves_of(value: object, modules: bool = False) -> Iterator[Any]:
             seen.add(id(item))
             yield type(item)
             # An object that shows neither may still hold data, as an iterator does.
-            entries, attributes = entries_of(item), attributes_of(item)
+            entries = entries_of(item)
+            attributes = attributes_of(item)
             if entries or attributes is not None or type(item) in _HOLD:
                 todo += [*entries, *entries.values(), *(attributes or {}).values()]
             else:

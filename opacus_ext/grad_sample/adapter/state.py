@@ -96,7 +96,8 @@ class State:
     def _collect(self) -> None:
         """Collects all modules, tensors and containers."""
         walk = _Walk(self.root)
-        self.modules, self._tensors = walk.modules, walk.tensors
+        self.modules = walk.modules
+        self._tensors = walk.tensors
         self._generators = walk.generators
         # None of them is compared: they are None before and after each forward.
         self._transient = []

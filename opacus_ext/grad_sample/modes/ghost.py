@@ -158,7 +158,8 @@ class ClippedLoss(torch.Tensor, stock.DPTensorFastGradientClipping):
         cls, func: Callable, types: Any, args: tuple = (), kwargs: Any = None
     ) -> Any:
         """Applies sums and products to the losses of samples, too."""
-        kwargs, name = kwargs or {}, getattr(func, "__name__", "")
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
         losses = [x for x in args if isinstance(x, ClippedLoss) and not x.done]
         if name in _NO_SAMPLES:
             raise _without_samples(f"{name} of a private loss")
@@ -504,7 +505,8 @@ class Ghost(PrivateMode):
                 [losses], edges, [weights], retain_graph=keep, allow_unused=True
             )
 
-        size, ones = len(losses), torch.ones_like(losses)
+        size = len(losses)
+        ones = torch.ones_like(losses)
         # Checked are the calls 0, 1, 3, 7 and so on, as it takes a second pass.
         if size < 2 or self.calls & (self.calls + 1):
             self.calls += size > 1
