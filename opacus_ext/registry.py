@@ -13,7 +13,6 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-import weakref
 from importlib import import_module
 from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Type
 
@@ -424,11 +423,9 @@ def _attach(
     optimizer.mode = first
     private = common.private_model_of(module)
     if private is not None:
-        private.stepped_by = weakref.ref(optimizer)
+        private.optimizer = optimizer
         module.autograd_grad_sample_hooks.extend(peft.attach_checks(module))
         watch_loader(rest[-1], optimizer, private.inputs, private.passes)
-        if hasattr(optimizer, "tell") and not private.is_shared_out:
-            private.optimizer = weakref.ref(optimizer)
 
 
 def _check(

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from opacus_ext.grad_sample.adapter.compiled import settings_of
+from opacus_ext.grad_sample.adapter.settings import settings_of
 from opacus_ext.grad_sample.modes import auto
 from opacus_ext.grad_sample.modes.auto import AT_ONCE, ONE_BY_ONE, Choice
 from tests.common import (

@@ -30,7 +30,7 @@ from opacus_ext.data.logical import (
     logical_loader,
 )
 from opacus_ext.data.sampling import Poisson
-from opacus_ext.grad_sample.adapter.compiled import settings_of
+from opacus_ext.grad_sample.adapter.settings import settings_of
 from opacus_ext.grad_sample.core.groups import Samples, samples_of
 from opacus_ext.losses import PerRecord, sample_loss
 from opacus_ext.misuse import check_delta, check_size

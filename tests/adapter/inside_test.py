@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from opacus_ext.grad_sample.adapter.compiled import settings_of
+from opacus_ext.grad_sample.adapter.settings import settings_of
 from opacus_ext.grad_sample.core.groups import samples_of
 from opacus_ext.refused import Refused
 from tests.common import (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from contextlib import nullcontext, suppress
 from functools import partial
-from typing import Any, Callable, ContextManager, NamedTuple, Sequence
+from typing import Any, Callable, ContextManager, NamedTuple, Sequence, cast
 
 import torch
 from torch.utils._pytree import tree_leaves
@@ -15,8 +15,9 @@ from opacus_ext.grad_sample.adapter.compiled import (
     ClippedStep,
     CompiledGroup,
     CompiledModel,
-    NotCompiled,
+    Total,
 )
+from opacus_ext.grad_sample.adapter.functions import NotCompiled
 from opacus_ext.grad_sample.adapter.inputs import Inputs
 from opacus_ext.grad_sample.adapter.objects import (
     Outcome,
@@ -40,6 +41,7 @@ from opacus_ext.grad_sample.core.gradients import (
     no_autocast,
     unchanged,
 )
+from opacus_ext.grad_sample.core.group import SampleGroup
 from opacus_ext.grad_sample.core.groups import Samples, version, warn_one_by_one
 from opacus_ext.grad_sample.rules import NotAtOnce
 from opacus_ext.private_torch import is_batched
@@ -66,6 +68,15 @@ class ForwardRecord:
         call: function that is called with each sample
         total: receives the gradients of the losses that ``call`` returns; None if a
             ``backward()`` follows
+
+    Attributes:
+        groups: the outputs that a ``backward()`` may begin at
+        dims: see BatchOutput
+        done: True after the backward pass
+        retain_graph: True if gradients of its inputs are not all
+        taken: number of batches that the loop has taken so far
+        compiled: runs the samples, if it can
+        read_data: True if a group has read values of the data
     """
 
     def __init__(
@@ -73,70 +84,70 @@ class ForwardRecord:
         model: Any,
         inputs: Inputs,
         call: Callable[[Any], Any],
-        total: Any = None,
+        total: Total | None = None,
     ):
         self.model, self.inputs, self.call, self.total = model, inputs, call, total
         self.size, self.params = inputs.size, model.params
-        self.trained = [x for x, _ in inputs.trained]  # inputs with a graph
-        self.leaves = [leaf for _, leaf in inputs.trained]  # their copies in samples
+        # Inputs with a graph, and their copies in samples.
+        self.trained = [tensor for tensor, _ in inputs.trained]
+        self.leaves = [leaf for _, leaf in inputs.trained]
         self.groups: list[GroupOutputs] = []
-        self.dims: dict[int, int | None] = {}  # see BatchOutput
-        self.done = False  # True after the backward pass
-        self.retain_graph = False  # True if gradients of its inputs are not all
-        self.taken = model.passes.taken  # batches that the loop has taken so far
-        self.compiled: CompiledModel | None = None  # runs the samples, if it can
+        self.dims: dict[int, int | None] = {}
+        self.done = self.retain_graph = self.read_data = False
+        self.taken = model.passes.taken
+        self.compiled: CompiledModel | None = None
         self._returned: list[Returned] = []
         self._count = 0  # number of groups so far
         self._alone = False  # True if the last sample has run alone
-        self.read_data = False  # True if a group has read values of the data
         self._outcome = Outcome()  # of samples that run alone, or read data
         self._ran_zeros = False  # True if they are compared with a sample of zeros
-        self._shared = [
-            (x, version(x))
-            for some in inputs.samples
-            for x, own in zip(some.leaves, some.by_sample)
-            if isinstance(x, T) and not own
-        ]
+        # What all samples share, and its version, as none of them may write to it.
+        self._shared: list[tuple[T, int]] = []
+        for samples in inputs.samples:
+            for leaf, is_own in zip(samples.leaves, samples.by_sample):
+                if isinstance(leaf, T) and not is_own:
+                    self._shared.append((leaf, version(leaf)))
 
     # -- forward -----------------------------------------------------------------------
 
     def output(self) -> Any:
         """Runs the samples, and returns the output of the batch."""
         output = self._forward(losses=False)
-        mean_of = partial(self.model.mean_of, self)
+        mean_of = partial(self.model.mode.mean_of, self)
         return output.with_tensors(self._with_graph(output), mean_of)
 
     def losses(self) -> T:
         """Runs the samples, and returns their losses ``[B]``."""
         output = self._forward(losses=True)
-        return output.values[0] if output.tensors == {} else self._with_graph(output)[0]
+        return [*self._with_graph(output), *output.values][0]
 
     def _with_graph(self, output: BatchOutput) -> list[T]:
+        """Returns the tensors of an output as the first ones of the user's graph."""
         tensors = list(output.tensors.values())
         if not tensors:
             return []
+        # Outputs need a gradient also where no input has one.
         anchor = torch.empty((), requires_grad=True)
         return list(Boundary.apply(self, anchor, len(tensors), *tensors, *self.trained))
 
     def _forward(self, losses: bool) -> BatchOutput:
         model = self.model
-        model.size = self.size
-        model.begin(self.size)
-        grads = [p.grad for p in self.params.values()]
+        model.begin_forward(self.size)
+        before = [parameter.grad for parameter in self.params.values()]
         model.running = True
         try:
             model.run(self)
         except BaseException as error:
+            # A loop that goes on after the error finds the state of before.
             if self._count:
                 model.state.restore()
-            if isinstance(error, Exception):
-                self._explain(error)
+            self._explain(error)
             raise
         finally:
             model.running = False
-        for (name, p), grad in zip(self.params.items(), grads):
-            if p.grad is not grad:
-                p.grad = grad
+        for (name, parameter), grad in zip(self.params.items(), before):
+            if parameter.grad is not grad:
+                parameter.grad = grad
                 raise model.refused(
                     "backward() within the forward pass adds to the gradient of "
                     f"{name}, without clipping.",
@@ -147,18 +158,20 @@ class ForwardRecord:
         self._returned, self.dims = [], output.dims
         return output
 
-    def _explain(self, error: Exception) -> None:
+    def _explain(self, error: BaseException) -> None:
         """Adds to an error of the model's code how that was called."""
-        if not isinstance(error, (Refused, torch.OutOfMemoryError)):
-            one = sample_of(self.inputs.samples[0], self.inputs.names)
-            add_note(
-                error,
-                f"{self.model.describe()} runs each sample alone, as a batch of one: "
-                f"{one}. What needs others (an index into the batch, "
-                "its statistics, its size) is to be computed of the sample alone, or "
-                "before the call; where samples are no rows, give make_private(take="
-                "function); for losses of any form there is opacus_ext.clipped_grads.",
-            )
+        is_ours = isinstance(error, (Refused, torch.OutOfMemoryError))
+        if is_ours or not isinstance(error, Exception):
+            return
+        sample = sample_of(self.inputs.samples[0], self.inputs.names)
+        add_note(
+            error,
+            f"{self.model.describe()} runs each sample alone, as a batch of one: "
+            f"{sample}. What needs others (an index into the batch, "
+            "its statistics, its size) is to be computed of the sample alone, or "
+            "before the call; where samples are no rows, give make_private(take="
+            "function); for losses of any form there is opacus_ext.clipped_grads.",
+        )
 
     def _of_zeros(self) -> Any:
         """Runs a sample of zeros, or of ones as zeros may be padding."""
@@ -176,14 +189,17 @@ class ForwardRecord:
         Finds the batch dim of an output ``[1, 1, ...]`` by calling the model with the
         whole batch; returns None if that fails.
         """
-        dims, given = self.model.output_dims, self.inputs.given
-        if (name, shape) not in dims and self.size > 1 and given is not None:
+        dims = self.model.output_dims
+        batch = self.inputs.given
+        # The dim that is as long as the batch is the one; of one sample both are 1.
+        if (name, shape) not in dims and self.size > 1 and batch is not None:
             with suppress(Exception), torch.no_grad(), self._eagerly():
-                whole = self.model.tried(self.call, given)
-                paths = read_output(whole, lambda x: Leaf(x, False), None, self.size)
-                found = dict(zip(paths.names, paths.leaves))[name].value.shape[:2]
-                if sorted(found) == [1, self.size]:
-                    dims[name, shape] = found.index(self.size)
+                output = self.model.tried(self.call, batch)
+                paths = read_output(output, lambda x: Leaf(x, False), None, self.size)
+                leaf = dict(zip(paths.names, paths.leaves))[name]
+                lengths = leaf.value.shape[:2]
+                if sorted(lengths) == [1, self.size]:
+                    dims[name, shape] = lengths.index(self.size)
         return dims.get((name, shape))
 
     def warn(self, reason: str) -> None:
@@ -196,13 +212,15 @@ class ForwardRecord:
 
     def _eagerly(self) -> ContextManager:
         """Disables ``torch.compile`` for a block."""
-        stance = torch.compiler.set_stance
-        return stance("force_eager") if self.model.has_compiled else nullcontext()
+        if not self.model.has_compiled:
+            return nullcontext()
+        return torch.compiler.set_stance("force_eager")
 
     def _begin(self, alone: bool = False) -> None:
         """Restores the state that the first group of samples has seen."""
         if self._count:
             self._restore()
+        # No group sees what a sample alone may write to: parameters are copied, too.
         if not self._count or alone and not self._alone:
             self.model.state.remember(parameters=alone)
         self._alone = alone
@@ -217,18 +235,19 @@ class ForwardRecord:
         """Runs samples in a compiled program; returns False if there is none."""
         if self.compiled is None:
             return False
+        # A program that fails has changed nothing: the samples run eagerly.
         try:
-            found = self.compiled.run(samples, self.total)
+            result = self.compiled.run(samples, self.total)
         except NotCompiled as error:
             self.model.not_compiled(self.compiled.settings, str(error))
             self.compiled = None
             return False
-        if found is None:
+        if result is None:
             return False
-        output, program = found
-        given = samples.rows, samples.size
-        returned = read_output(output, lambda x: Leaf(x, isinstance(x, T)), *given)
-        self._keep(returned, GroupOutputs(samples.rows, program, returned.with_graph()))
+        output, program = result
+        rows, size = samples.rows, samples.size
+        returned = read_output(output, lambda x: Leaf(x, isinstance(x, T)), rows, size)
+        self._keep(returned, GroupOutputs(rows, program, returned.with_graph()))
         return True
 
     def at_once(self, samples: Samples) -> None:
@@ -236,14 +255,14 @@ class ForwardRecord:
         if self._by_program(samples):
             return
         self._begin()
-        group = self.model.group(samples.size)
+        rows, size = samples.rows, samples.size
+        group = self.model.group(size)
         try:
             with group.level:
                 sample = samples.tree(group.wrap)
                 with self._eagerly():
                     output = group.watch(partial(self.call, sample))
-                given = group.read, samples.rows, samples.size
-                returned = read_output(output, *given)
+                returned = read_output(output, group.read, rows, size)
                 del sample, output
                 changes = self._check_state(group)
         finally:
@@ -251,76 +270,85 @@ class ForwardRecord:
         if self.read_data:
             self._compare_state(changes)
         group.free_copies()
-        self._keep(returned, GroupOutputs(samples.rows, group, returned.with_graph()))
+        self._keep(returned, GroupOutputs(rows, group, returned.with_graph()))
 
-    def alone(self, samples: Samples, i: int) -> None:
+    def alone(self, samples: Samples, index: int) -> None:
         """Runs one sample by plain autograd."""
         if samples.size == 1 and self._by_program(samples):
             return
         self._begin(alone=True)
-        own: list[T] = []
+        # Autograd forbids writing to its leaves, but code may write to its inputs: it
+        # gets copies, and what it has written is copied back.
+        copies: list[tuple[T, T]] = []
 
-        def call() -> Any:  # with copies: code may write to its inputs
-            pairs = zip(samples.leaves, samples.by_sample)
-            own[:] = [x[i].clone() for x, by in pairs if by]
-            given = iter(own)
-            with self._eagerly():
-                return self.call(samples.tree(lambda x: next(given)))
+        def copied(leaf: T) -> T:
+            copies.append((leaf, leaf[index].clone()))
+            return copies[-1][1]
 
-        output = call()
-        state = self.model.state
-        self._compare_state(state.changes())
-
-        def read(x: Any) -> Leaf:
-            x = self.model.loss_in(x)
-            if not isinstance(x, T) or x in self.model.names or state.holds(x):
-                return Leaf(x, False)
-            return Leaf(x[None], True)
-
-        leaves = (x for x, by in zip(samples.leaves, samples.by_sample) if by)
-        for x, copy in zip(leaves, own):
+        sample = samples.tree(copied)
+        with self._eagerly():
+            output = self.call(sample)
+        self._compare_state(self.model.state.changes())
+        for leaf, copy in copies:
             if version(copy):
-                x.detach()[i].copy_(copy.detach())
-        rows = torch.arange(samples.size) if samples.rows is None else samples.rows
-        row = rows[i : i + 1]
-        returned = read_output(output, read, row, 1)
-        outputs = {k: y[0] for k, y in returned.with_graph().items()}
-        inputs = {id(x) for x in self.leaves}
+                leaf.detach()[index].copy_(copy.detach())
+        rows = samples.rows
+        if rows is None:
+            rows = torch.arange(samples.size)
+        row = rows[index : index + 1]
+        returned = read_output(output, self._read_alone, row, 1)
+        outputs = {}
+        for number, output in returned.with_graph().items():
+            outputs[number] = output[0]
+        inputs = set(map(id, self.leaves))
         for leaf in graph_of(list(outputs.values()))[0]:
             if id(leaf) not in inputs:
                 self.model.check_leaf(leaf)
         self._keep(returned, GroupOutputs(row.squeeze(0), None, outputs))
 
+    def _read_alone(self, value: Any) -> Leaf:
+        """Wraps a value that one sample returned."""
+        value = self.model.loss_in(value)
+        if not isinstance(value, T):
+            return Leaf(value, False)
+        is_held = value in self.model.names or self.model.state.holds(value)
+        return Leaf(value if is_held else value[None], not is_held)
+
     def without_samples(self) -> None:
         """Runs an empty batch: a sample of zeros, whose rows are dropped."""
         self._begin()
-        output = self._of_zeros()  # what it leaves on modules is made without data
+        # What the sample leaves on modules is made without data, and may stay.
+        output = self._of_zeros()
 
-        def read(x: Any) -> Leaf:
-            x = self.model.loss_in(x)
-            return Leaf(x[None][:0], True) if isinstance(x, T) else Leaf(x, False)
+        def read(value: Any) -> Leaf:
+            value = self.model.loss_in(value)
+            is_tensor = isinstance(value, T)
+            return Leaf(value[None][:0] if is_tensor else value, is_tensor)
 
         self._returned.append(read_output(output, read, None, 0))
 
-    def _keep(self, returned: Returned, some: GroupOutputs) -> None:
+    def _keep(self, returned: Returned, part: GroupOutputs) -> None:
         """Keeps a group for ``backward()``, or adds its gradients to the total now."""
-        if any(version(x) != before for x, before in self._shared):
-            raise self._changes("an input that all samples share", "in place, and ")
+        for tensor, before in self._shared:
+            if version(tensor) != before:
+                raise self._changes("an input that all samples share", "in place, and ")
         if self.total is None:
-            self.groups.append(some)
+            self.groups.append(part)
         else:
-            outputs = list(some.outputs.values())
+            outputs = list(part.outputs.values())
             with no_autocast():
-                self._add(self.total, some, outputs, [*map(torch.ones_like, outputs)])
+                self._add(self.total, part, outputs, [*map(torch.ones_like, outputs)])
+            # Their graph is not needed any more.
             leaves = [x._replace(value=x.value.detach()) for x in returned.leaves]
             returned = returned._replace(leaves=leaves)
         self._returned.append(returned)
 
-    def _check_state(self, group: Any) -> list[Change]:
+    def _check_state(self, group: SampleGroup) -> list[Change]:
         """
         Refuses state that is made of data, after samples that ran together; returns
-        other changes. Code of others may write data where no op is seen to write.
+        other changes.
         """
+        # Code of others may write data where no op is seen to write.
         compare = group.read_data or group.runs_others
         changes = self.model.state.changes(compare)
         for name, value, hidden in changes:
@@ -334,10 +362,12 @@ class ForwardRecord:
         one of zeros, do not make. A single sample may not leave out either what an
         empty batch, in its place, would change.
         """
-        name, model = self._outcome.differs(changes), self.model
+        model = self.model
+        name = self._outcome.differs(changes)
         compares = changes or self.size == 1 and not model.zeros_leave_nothing
         if name is None and compares and not self._ran_zeros:
-            self._ran_zeros, zeros = True, self._left_by_zeros()
+            self._ran_zeros = True
+            zeros = self._left_by_zeros()
             model.zeros_leave_nothing = not zeros
             if zeros is not None:
                 name = self._outcome.differs(zeros)
@@ -349,6 +379,7 @@ class ForwardRecord:
     def _left_by_zeros(self) -> list[Change] | None:
         """Returns what a sample of zeros changes; None if the code can't run it."""
         bring_back = self.model.state.held_now()
+        # Zeros must find the state that the samples have found.
         self._restore()
         try:
             with torch.no_grad(), warnings.catch_warnings():
@@ -374,9 +405,11 @@ class ForwardRecord:
 
     def _is_drawn(self) -> bool:
         """Returns True for a batch that is known to be one of the loader's."""
-        tensors = [x for x in tree_leaves(self.inputs.given) if isinstance(x, T)]
-        draws = [draw for x in tensors if (draw := draw_of(x)) is not None]
-        return any(draw.size == self.size for draw in draws)
+        for leaf in tree_leaves(self.inputs.given):
+            draw = draw_of(leaf) if isinstance(leaf, T) else None
+            if draw is not None and draw.size == self.size:
+                return True
+        return False
 
     def mark_done(self) -> None:
         """Marks it as done; refuses a second backward pass."""
@@ -384,7 +417,7 @@ class ForwardRecord:
         if most is not None and self.size > most and not self._is_drawn():
             reason = self.model.refused(
                 f"was called on {self.size} samples, and the loader drew at most "
-                f"{most} records: some would count several times.",
+                f"{most} records: part would count several times.",
                 "Call it on as many samples as records: for K views of a record give "
                 "make_private opacus_ext.losses.PerRecord(model), and call it by "
                 "keyword on [B, K, ...]: its outputs are [B, K, ...]; a GAN takes a "
@@ -399,6 +432,7 @@ class ForwardRecord:
                 "so that a sample counts twice.",
                 "Add the losses and call backward() once.",
             )
+        # Hooks may have come after the forward.
         self.model.check_hooks()
         self.done = True
 
@@ -406,70 +440,73 @@ class ForwardRecord:
         """Lets a step on its gradients be refused, unless they are dropped before."""
         self.inputs = self.inputs._replace(doubt=Doubt(reason))
 
-    def add_gradients(self, total: Any, grads: Sequence[T | None]) -> list[T | None]:
+    def add_gradients(self, total: Total, grads: Sequence[T | None]) -> list[T | None]:
         """
-        Adds the per-sample gradients to a ClippedSum, TwoPassSum or DenseGrads (core/),
-        given the gradients of outputs with a graph; returns those of the leaves.
+        Adds the per-sample gradients to a total, given the gradients of outputs with a
+        graph; returns those of the leaves.
         """
         of_leaves: list[T | None] = [None] * len(self.leaves)
-        for some in self.groups:
-            outputs, own = self._own(some, grads)
+        for part in self.groups:
+            outputs, of_outputs = self._own(part, grads)
             try:
                 with no_autocast():
-                    found = self._add(total, some, outputs, own)
+                    of_group = self._add(total, part, outputs, of_outputs)
             except NotAtOnce as error:
                 raise self.model.refused(
                     f"{error} uses a parameter, so that its per-sample gradients are "
                     "not known.",
                     'Train one sample after the other: grad_sample_mode="scan".',
                 ) from error
-            of_leaves = [
-                g if old is None else old if g is None else old + g
-                for old, g in zip(of_leaves, found)
-            ]
+            of_leaves = [*map(_added, of_leaves, of_group)]
         return of_leaves
 
     def of_inputs(self, grads: Sequence[T | None]) -> list[T | None]:
         """Returns the gradients of the inputs only."""
+        # Without parameters a total takes no memory.
         total = DenseGrads({}, self.size, self.retain_graph)
         return self.add_gradients(total, grads)
 
     def _add(
-        self, total: Any, some: GroupOutputs, outputs: list[T], grads: list[T]
+        self, total: Total, part: GroupOutputs, outputs: list[T], grads: list[T]
     ) -> list[T | None]:
         """Adds the gradients of a group; returns those of the leaves."""
-        with unchanged(self.params.values()):
-            return self._add_to(total, some, outputs, grads)
-
-    def _add_to(
-        self, total: Any, some: GroupOutputs, outputs: list[T], grads: list[T]
-    ) -> list[T | None]:
+        rows = part.rows
+        group = part.group
         params = list(self.params.values())
-        if some.group is None:
-            leaves, names = [*params, *self.leaves], list(self.params)
-            kept = isinstance(total, DenseGrads) and total.retain_graph
-            by_id = gradients_alone(outputs, grads, leaves, names, kept)
-            total.add_one(int(some.rows), by_id)
-            return [by_id.get(id(x)) for x in self.leaves]
-        if isinstance(some.group, (CompiledGroup, ClippedStep)):
-            some.group.add_to(total, some.rows, outputs, grads)
-            return [None] * len(self.leaves)
-        given = some.rows, some.group, outputs, grads, params, self.leaves
-        return total.add_group(*given)
+        with unchanged(self.params.values()):
+            if group is None:
+                leaves = [*params, *self.leaves]
+                names = list(self.params)
+                kept = isinstance(total, DenseGrads) and total.retain_graph
+                by_id = gradients_alone(outputs, grads, leaves, names, kept)
+                total.add_one(int(cast(T, rows)), by_id)
+                return [*map(by_id.get, map(id, self.leaves))]
+            if isinstance(group, (CompiledGroup, ClippedStep)):
+                group.add_to(total, rows, outputs, grads)
+                return [None] * len(self.leaves)
+            return total.add_group(rows, group, outputs, grads, params, self.leaves)
 
     def _own(
-        self, some: GroupOutputs, grads: Sequence[T | None]
+        self, part: GroupOutputs, grads: Sequence[T | None]
     ) -> tuple[list[T], list[T]]:
         """Returns the outputs of a group and their gradients, in the group's layout."""
-        outputs, own = [], []
-        for (i, dim), g in zip(self.dims.items(), grads):
-            y = some.outputs.get(i)
-            if g is None or y is None:
+        outputs, of_outputs = [], []
+        for (number, dim), grad in zip(self.dims.items(), grads):
+            output = part.outputs.get(number)
+            # A loss may not depend on all outputs, nor a group have a graph of each.
+            if grad is None or output is None:
                 continue
-            if dim is not None:  # [.., B, ..] as [B, .., 1, ..]
-                g = g.unflatten(dim, (self.size, 1)).movedim(dim, 0)
-            if some.rows is not None:
-                g = g[some.rows.to(g.device)]
-            outputs.append(y)
-            own.append(g.to(y.dtype))
-        return outputs, own
+            # Groups have [.., B, ..] as [B, .., 1, ..].
+            if dim is not None:
+                grad = grad.unflatten(dim, (self.size, 1)).movedim(dim, 0)
+            if part.rows is not None:
+                grad = grad[part.rows.to(grad.device)]
+            outputs.append(output)
+            of_outputs.append(grad.to(output.dtype))
+        return outputs, of_outputs
+
+
+def _added(total: T | None, grad: T | None) -> T | None:
+    if total is None or grad is None:
+        return grad if total is None else total
+    return total + grad

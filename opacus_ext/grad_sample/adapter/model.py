@@ -17,15 +17,18 @@ from torch.utils._pytree import tree_map_only
 from opacus_ext.grad_sample.adapter.compiled import (
     CompiledModel,
     CompiledStep,
-    Settings,
-    frame_to_count,
-    settings_from,
-    settings_of,
+    Total,
 )
 from opacus_ext.grad_sample.adapter.forward import ForwardRecord
 from opacus_ext.grad_sample.adapter.inputs import InputReader, Inputs
 from opacus_ext.grad_sample.adapter.outputs import Leaf
 from opacus_ext.grad_sample.adapter.passes import Passes
+from opacus_ext.grad_sample.adapter.settings import (
+    Settings,
+    frame_to_count,
+    settings_from,
+    settings_of,
+)
 from opacus_ext.grad_sample.adapter.state import State
 from opacus_ext.grad_sample.core.clip import ClippedSum
 from opacus_ext.grad_sample.core.gradients import refuse_hooks
@@ -40,28 +43,61 @@ T = torch.Tensor
 _TOKENS = "num_items_in_batch"  # of models of transformers
 
 
+class Mode:
+    """
+    What a private model asks of the mode that trains it. These are the answers for a
+    model that no mode trains, such as a copy.
+    """
+
+    one_by_one = False  # True if no samples run together
+    compiles = False  # True if samples may run in compiled programs
+
+    def begin_forward(self, size: int) -> None:
+        """Called with the batch size before a forward pass."""
+
+    def plain_backward(
+        self, record: ForwardRecord, grads: Sequence[T | None]
+    ) -> list[T | None]:
+        """
+        Called in a plain ``backward()`` with the gradients of the outputs of a forward
+        pass; returns those of the record's leaves.
+        """
+        return [None] * len(record.leaves)
+
+    def mean_of(self, record: ForwardRecord, losses: T) -> T:
+        """Makes what the model returns for losses ``[B]`` of a forward pass."""
+        return losses.mean()
+
+
 class ModelGroup(SampleGroup):
-    """
-    Samples of a private model that run together.
-    """
+    """Samples of a private model that run together."""
 
     def __init__(self, model: PrivateModel, size: int):
         super().__init__(model.params.values(), size)
         self.model = model
         self.frees_parameters = model.frees_parameters
 
-    def reach(self, x: T) -> None:
-        self.model.state.reach(x)
+    def reach(self, tensor: T) -> None:
+        self.model.state.reach(tensor)
 
     def check_leaves(self, leaves: list[T]) -> None:
-        for x in leaves:
-            self.model.check_leaf(x)
+        for leaf in leaves:
+            self.model.check_leaf(leaf)
 
-    def read(self, x: Any) -> Leaf:
+    def read(self, value: Any) -> Leaf:
         """Wraps a value that the samples returned."""
-        x = self.model.loss_in(x)
-        own = isinstance(x, T) and is_batched(x)
-        return Leaf(self.level.unwrap(x) if own else x, own)
+        value = self.model.loss_in(value)
+        if isinstance(value, T) and is_batched(value):
+            return Leaf(self.level.unwrap(value), True)
+        return Leaf(value, False)
+
+
+def _as_it_is(tensor: T) -> T:
+    return tensor
+
+
+def _has_forward_hooks(module: nn.Module) -> bool:
+    return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
 class PrivateModel:
@@ -69,17 +105,14 @@ class PrivateModel:
     A model that runs each sample of a batch separately.
 
     Args:
+        mode: trains it
         batch_first, take, shared: arguments of make_private
-        one_by_one: True if no samples run together
 
     Attributes:
-        backward: called in a plain ``backward()`` with a ForwardRecord and the
-            gradients of its outputs; returns those of the record's leaves
-        begin: called with the batch size before a forward pass
+        one_by_one: True if no samples run together
         size: batch size of the last call
         passes: the backward passes whose gradients the next step takes
         compiles: True if samples may run in compiled programs
-        mean_of: makes what the model returns for losses ``[B]`` of a ForwardRecord
     """
 
     record_type = ForwardRecord
@@ -90,24 +123,21 @@ class PrivateModel:
     def __init__(
         self,
         module: nn.Module,
+        mode: Mode,
         batch_first: bool = True,
         take: Callable[[Any, int], Any] | None = None,
         shared: Sequence[str] = (),
-        one_by_one: bool = False,
     ):
-        self.module = module
+        self.module, self.mode = module, mode
         self.batch_dim = 0 if batch_first else 1
-        self.one_by_one = one_by_one
-        self.enabled, self.running, self.compiles = True, False, False
-        self.names = {p: n for n, p in module.named_parameters()}
-        given = module, self.batch_dim, take, shared
-        self.inputs = InputReader(*given)
+        self.one_by_one = mode.one_by_one
+        self.compiles = mode.compiles and not self.is_shared_out
+        self.enabled, self.running = True, False
+        # Parameters that come later have no name here, and are refused.
+        self.names = {p: name for name, p in module.named_parameters()}
+        self.inputs = InputReader(module, self.batch_dim, take, shared)
         self.state = State(module)
-        self.backward: Callable = lambda record, grads: [None] * len(record.leaves)
-        self.begin: Callable[[int], None] = lambda size: None
-        self.stepped_by: Callable[[], Any] = lambda: None  # gives its optimizer
-        self.mean_of: Callable[[ForwardRecord, T], T] = lambda record, x: x.mean()
-        self.optimizer: Callable[[], Any] = lambda: None  # of one of several processes
+        self._optimizer: weakref.ref[Any] | None = None
         self.size = 0
         self.passes = Passes()
         self.output_dims: dict[tuple[str, torch.Size], int] = {}  # see ForwardRecord
@@ -115,7 +145,8 @@ class PrivateModel:
         self.zeros_leave_nothing = False  # True if a sample of zeros changed no state
         self.settings = settings_of(module)
         self.has_compiled = any(map(settings_of, module.modules()))
-        self._compiled: dict[type, CompiledModel] = {}  # by type of what calls it
+        # By the type of the loss, or of what stands for it.
+        self._compiled: dict[type, CompiledModel] = {}
 
     # -- the model ---------------------------------------------------------------------
 
@@ -125,25 +156,41 @@ class PrivateModel:
 
     def refused(self, what: str, remedy: str, name: str | None = None) -> Refused:
         """Makes an error that names this model."""
-        given = dict(module=self.describe(), parameter=name, remedy=remedy)
-        return Refused(f"{self.describe()}: {what}", **given)
+        module = self.describe()
+        return Refused(
+            f"{module}: {what}", module=module, parameter=name, remedy=remedy
+        )
 
     @property
     def params(self) -> dict[str, nn.Parameter]:
         """The trainable parameters by name, among those present at make_private."""
-        return {n: p for p, n in self.names.items() if p.requires_grad}
+        return {name: p for p, name in self.names.items() if p.requires_grad}
 
-    def check_leaf(self, x: T) -> None:
+    @property
+    def optimizer(self) -> Any:
+        """The private optimizer that steps on its gradients; None if not known."""
+        if self._optimizer is None:
+            return None
+        return self._optimizer()
+
+    @optimizer.setter
+    def optimizer(self, optimizer: Any) -> None:
+        self._optimizer = weakref.ref(optimizer)
+
+    def check_leaf(self, leaf: T) -> None:
         """
         Refuses a parameter that the model did not have at make_private, and a tensor on
         a module that is trained and no parameter.
         """
-        if x in self.names or not isinstance(x, nn.Parameter) | self.state.holds(x):
+        if leaf in self.names:
             return
-        if any(memory(x) == memory(p) for p in self.names):
-            return  # a view of a parameter
+        if not (isinstance(leaf, nn.Parameter) or self.state.holds(leaf)):
+            return
+        # A view of a parameter is as good as the parameter.
+        if memory(leaf) in map(memory, self.names):
+            return
         raise self.refused(
-            f"its forward uses a trainable parameter of shape {tuple(x.shape)} that "
+            f"its forward uses a trainable parameter of shape {tuple(leaf.shape)} that "
             "the model did not have at make_private.",
             "Add adapters and layers before make_private, or freeze it; "
             "torch.func.linearize makes copies of parameters, where torch.func.jvp "
@@ -152,14 +199,15 @@ class PrivateModel:
 
     def tried(self, call: Callable[[Any], Any], inputs: Any) -> Any:
         """Returns the result of a call; restores state and random numbers."""
-        cuda = torch.cuda.is_initialized()
-        devices = list(range(torch.cuda.device_count())) if cuda else []
+        devices: list[int] = []
+        # Keeping the numbers of a device that is not used would initialize it.
+        if torch.cuda.is_initialized():
+            devices = [*range(torch.cuda.device_count())]
+        random_kept = torch.random.fork_rng(devices)
         self.state.remember()
         self.running = True
         try:
-            with torch.random.fork_rng(
-                devices
-            ), warnings.catch_warnings(), cache_kept():
+            with random_kept, warnings.catch_warnings(), cache_kept():
                 warnings.simplefilter("ignore")
                 return call(tree_map_only(T, T.clone, inputs))
         finally:
@@ -176,10 +224,18 @@ class PrivateModel:
         try:
             yield
         except Exception as error:
-            optimizer, tells = self.optimizer(), torch.is_grad_enabled()
-            if optimizer and tells and not isinstance(error, ProcessFailure):
-                optimizer.tell(stage)
+            # The others know of a failure that they have told. Where parameters are
+            # shared out, the processes meet elsewhere.
+            is_known = isinstance(error, ProcessFailure) or self.is_shared_out
+            tell = getattr(self.optimizer, "tell", None)
+            if tell is not None and torch.is_grad_enabled() and not is_known:
+                tell(stage)
             raise
+
+    def begin_forward(self, size: int) -> None:
+        """Called with the batch size before a forward pass."""
+        self.size = size
+        self.mode.begin_forward(size)
 
     def begin_backward(self, through: bool) -> None:
         """
@@ -209,6 +265,7 @@ class PrivateModel:
 
     def check_hooks(self) -> None:
         """Refuses what would see or change gradients of single samples."""
+        # Set while a wrapper of DDP runs what is in it.
         around = DDP._active_ddp_module
         if around is not None:
             raise self.refused(
@@ -231,9 +288,12 @@ class PrivateModel:
     @skip
     def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Handles a call of the model, or of the wrapper around it."""
+        # A model within its own forward, or that is evaluated, is a plain module.
         if not self.enabled or self.running or not torch.is_grad_enabled():
             return module._call_impl(*args, **kwargs)
-        compiler, settings = set_compiler(None), self.settings
+        # Where the user's loop is compiled, Dynamo would trace into our own code.
+        compiler = set_compiler(None)
+        settings = self.settings
         if compiler is not None:
             settings = settings_from(compiler) or settings
 
@@ -247,12 +307,17 @@ class PrivateModel:
                 record = self.record_type(self, inputs, forward)
                 if settings and self._can_compile(settings, inputs, module):
                     call = self._inner()._call_impl
-                    code = lambda sample: call(*sample[0], **sample[1])  # noqa: E731
-                    kind = CompiledModel, type(None), settings, code
-                    record.compiled = self._compiled_in(*kind)
+
+                    def code(sample: Any) -> Any:
+                        return call(*sample[0], **sample[1])
+
+                    record.compiled = self._programs(
+                        CompiledModel, type(None), settings, code
+                    )
                 return record.output()
         finally:
             set_compiler(compiler)
+            # torch looks for a function that was compiled, and ours are by themselves.
             if settings is not None and settings.fullgraph:
                 frame_to_count(torch.zeros(()))
 
@@ -274,7 +339,7 @@ class PrivateModel:
             f"{self.describe()}: a checkpoint around the private model saves no memory."
             " Checkpoints inside its forward do.",
         )
-        return saved_tensors_hooks(lambda x: x, lambda x: x)
+        return saved_tensors_hooks(_as_it_is, _as_it_is)
 
     def _of_samples(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         """Leaves out the number of tokens in the batch that the Trainer passes."""
@@ -288,16 +353,16 @@ class PrivateModel:
         warn_once(self, _TOKENS, text)
         return {**kwargs, _TOKENS: None}
 
-    def loss_in(self, x: Any) -> Any:
+    def loss_in(self, value: Any) -> Any:
         """
         Returns the loss of a sample in what Opacus's criterion of ghost clipping makes,
         where the model calls that by itself; other values as they are.
         """
-        if not isinstance(x, DPTensorFastGradientClipping):
-            return x
-        if self.stepped_by() is None:
-            self.stepped_by = weakref.ref(x.optimizer)
-        return getattr(x.loss_per_sample, x.loss_reduction)()
+        if not isinstance(value, DPTensorFastGradientClipping):
+            return value
+        if self.optimizer is None:
+            self.optimizer = value.optimizer
+        return getattr(value.loss_per_sample, value.loss_reduction)()
 
     def losses(self, kwargs: dict[str, Any], loss_of: Callable) -> T:
         """Returns losses ``[B]`` of ``loss_of(model, **kwargs)`` for each sample."""
@@ -311,26 +376,31 @@ class PrivateModel:
             record = self.record_type(self, inputs, loss)
             if self.settings is not None and self._can_compile(self.settings, inputs):
                 call = self._inner()._call_impl
-                code = lambda sample: loss_of(call, **sample[1])  # noqa: E731
-                kind = CompiledModel, type(loss_of), self.settings, code
-                record.compiled = self._compiled_in(*kind)
+
+                def code(sample: Any) -> T:
+                    return loss_of(call, **sample[1])
+
+                record.compiled = self._programs(
+                    CompiledModel, type(loss_of), self.settings, code
+                )
             return record.losses()
 
-    def clip(self, samples: list[Samples], loss: Callable[[Any], T], total: Any) -> T:
+    def clip(self, samples: list[Samples], loss: Callable[[Any], T], total: Total) -> T:
         """
         Adds the gradients of the losses to a total, group by group, as
         ``clipped_grads`` does. Returns the losses ``[B]``.
         """
         with self.telling("forward pass"):
             self.check_hooks()
-            size = sum(some.size for some in samples)
+            # An empty batch has no leaf of which the device would be known.
             if not samples:
                 return torch.zeros(0)
-            inputs = Inputs(samples, size)
+            inputs = Inputs(samples, sum(part.size for part in samples))
             record = self.record_type(self, inputs, loss, total)
             if self.settings is not None and self._can_compile(self.settings, inputs):
-                kind = CompiledStep, CompiledStep, self.settings, loss
-                record.compiled = self._compiled_in(*kind)
+                record.compiled = self._programs(
+                    CompiledStep, CompiledStep, self.settings, loss
+                )
             return record.losses()
 
     def _can_compile(
@@ -345,9 +415,7 @@ class PrivateModel:
             )
         elif inputs.trained:
             reason = "gradients of its inputs are asked for"
-        elif module not in (None, self.module) and (
-            module._forward_hooks or module._forward_pre_hooks
-        ):
+        elif module not in (None, self.module) and _has_forward_hooks(module):
             reason = "there are forward hooks on what make_private has returned"
         if reason is not None:
             self.not_compiled(settings, reason)
@@ -355,19 +423,25 @@ class PrivateModel:
 
     def _inner(self) -> nn.Module:
         """Returns the module that is compiled, without what is wrapped around it."""
+        # torch.compile, and then DDP.
         module = getattr(self.module, "_orig_mod", self.module)
         return module.module if isinstance(module, DDP) else module
 
-    def _compiled_in(
+    def _programs(
         self, kind: type[CompiledModel], key: type, settings: Settings, code: Callable
     ) -> CompiledModel:
         """Returns the programs of code that runs a sample, by the type of its loss."""
-        last, params = self._compiled.get(key), [*map(id, self.params.values())]
-        same = last is not None and last.settings == settings
-        if last is None or not same or [id(p) for p in last.params] != params:
-            last = self._compiled[key] = kind(self, settings, code)
-        last.code = code
-        return last
+        programs = self._compiled.get(key)
+        # Parameters that were frozen, or have come back, need other programs.
+        params = [*map(id, self.params.values())]
+        if (
+            programs is None
+            or programs.settings != settings
+            or [*map(id, programs.params)] != params
+        ):
+            programs = self._compiled[key] = kind(self, settings, code)
+        programs.code = code
+        return programs
 
     def not_compiled(self, settings: Settings, reason: str) -> None:
         """Warns once that the model is not compiled; refuses ``fullgraph=True``."""

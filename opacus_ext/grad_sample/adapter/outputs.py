@@ -392,7 +392,7 @@ class Boundary(torch.autograd.Function):
     def backward(context, *grads):
         # autograd.grad() of inputs alone does not reach the anchor.
         if will_run(context.next_functions[0][0]):
-            of_inputs = context.record.model.backward(context.record, grads)
+            of_inputs = context.record.model.mode.plain_backward(context.record, grads)
         else:
             of_inputs = context.record.of_inputs(grads)
         return (None, None, None, *[None] * context.count, *of_inputs)

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from opacus_ext.grad_sample.adapter.compiled import settings_of
+from opacus_ext.grad_sample.adapter.settings import settings_of
 from opacus_ext.grad_sample.core.clip import ClippedSum
 from opacus_ext.grad_sample.modes.ghost import BookKeeping
 
@@ -43,23 +43,26 @@ class Choice:
         self.way: str | None = None
 
     @property
-    def next(self) -> str:
-        """The way of the next batch."""
-        return self.way or _TRIALS[sum(map(len, self.times.values()))]
+    def _steps(self) -> int:
+        return sum(map(len, self.times.values()))
 
     @property
-    def best(self) -> dict[str, float]:
-        """The shortest time for a sample so far, in each way."""
-        return {w: min(x[1:], default=math.inf) for w, x in self.times.items()}
+    def next(self) -> str:
+        """The way of the next batch."""
+        return self.way or _TRIALS[self._steps]
+
+    def best(self, way: str) -> float:
+        """Returns the shortest time for a sample so far, in seconds."""
+        return min(self.times[way][1:], default=math.inf)
 
     def add(self, seconds: float, size: int) -> None:
         """Adds the time of a step of ``size`` samples, and chooses if possible."""
         self.times[self.next].append(seconds / size)
-        best = self.best
-        if best[AT_ONCE] < self.layers * _START:  # "scan" launches them for each sample
+        # "scan" launches the kernels of each sample, which alone takes longer.
+        if self.best(AT_ONCE) < self.layers * _START:
             self.way = AT_ONCE
-        elif sum(map(len, self.times.values())) == len(_TRIALS):
-            self.way = min(best, key=best.__getitem__)
+        elif self._steps == len(_TRIALS):
+            self.way = min(self.times, key=self.best)
 
 
 class Auto(BookKeeping):
@@ -68,33 +71,37 @@ class Auto(BookKeeping):
     def add_hooks(self, **kwargs: Any) -> None:
         """Intercepts the model's calls, and times them."""
         super().add_hooks(**kwargs)
-        self.choice = Choice(sum(bool(m._parameters) for m in self._module.modules()))
-        if self.private.is_shared_out:  # processes must choose alike
-            self.choice.way = AT_ONCE  # runs one by one what vmap can't
+        layers = [module for module in self._module.modules() if module._parameters]
+        self.choice = Choice(len(layers))
+        # Processes must choose alike. What vmap can't run, runs one by one here, too.
+        if self.private.is_shared_out:
+            self.choice.way = AT_ONCE
         self._start: float | None = None
         self._began = False
-        self.private.begin = self._begin
 
-    def _begin(self, size: int) -> None:
-        """Called before a forward pass. Those from the second on are compiled."""
+    def begin_forward(self, size: int) -> None:
+        """See :class:`~adapter.model.Mode`; passes from the second on are compiled."""
         if not self._began and self._compiles:
-            made: Any = torch.compile(nn.Identity())
-            settings = settings_of(made)
+            # Nothing is compiled here: this is how torch tells its default settings.
+            compiled: Any = torch.compile(nn.Identity())
+            settings = settings_of(compiled)
             if settings is not None:
                 self.private.settings = settings._replace(most=_PROGRAMS)
                 self.choice.way = AT_ONCE
         self._began = True
         self.private.one_by_one = self.choice.next == ONE_BY_ONE
-        timed = self.choice.way is None and size and self.private.params
-        self._start = self._now() if timed else None
+        self._start = None
+        if self.choice.way is None and size and self.private.params:
+            self._start = self._now()
 
     @property
     def _compiles(self) -> bool:
         """True if the model can be compiled, is on a GPU, and is not compiled yet."""
-        own = self.private
-        devices = {p.device.type for p in own.params.values()}
-        known = bool(devices) and devices <= _COMPILED_ON
-        return known and own.compiles and not own.has_compiled
+        private = self.private
+        devices = {p.device.type for p in private.params.values()}
+        if not devices or not devices <= _COMPILED_ON:
+            return False
+        return private.compiles and not private.has_compiled
 
     def _set_grads(self, optimizer: Any, total: ClippedSum) -> None:
         """Called after the backward pass of a batch."""
@@ -104,14 +111,17 @@ class Auto(BookKeeping):
         self.choice.add(self._now() - self._start, len(total.norms))
         self._start = None
         if self.choice.way is not None:
+            ways = self.choice.times
+            best = {way: round(1e3 * self.choice.best(way), 1) for way in ways}
             logger.info(
                 '%s: mode "auto" is "%s" (milliseconds of a sample: %s)',
                 self.private.describe(),
                 self.choice.way,
-                {way: round(1e3 * t, 1) for way, t in self.choice.best.items()},
+                best,
             )
 
     def _now(self) -> float:
+        """Returns the time when the device has finished what it was given."""
         device = next(iter(self.private.params.values())).device
         if device.type == "cuda":
             torch.cuda.synchronize(device)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 from contextvars import ContextVar
-from typing import Any, Callable, Iterable
+from typing import Any, Iterable
 
 import torch
 import torch.distributed as dist
@@ -14,9 +14,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from opacus_ext.grad_sample.adapter.compiled import settings_of
-from opacus_ext.grad_sample.adapter.forward import ForwardRecord
-from opacus_ext.grad_sample.adapter.model import PrivateModel
+from opacus_ext.grad_sample.adapter.model import Mode, PrivateModel
+from opacus_ext.grad_sample.adapter.settings import settings_of
 from opacus_ext.grad_sample.core.sharded import refuse_shards, refuse_tensor_parallel
 from opacus_ext.grad_sample.parallel.model import ParallelModel
 from opacus_ext.grad_sample.parallel.sharded import ShardedModel
@@ -32,7 +31,7 @@ settings: ContextVar[dict[str, Any]] = ContextVar("settings", default={})
 
 def refuse(module: nn.Module, mode: str = "ghost") -> None:
     """Refuses a module with parts that can't be trained privately."""
-    sharded = [x for x in module.modules() if isinstance(x, FSDPModule)]
+    sharded = [part for part in module.modules() if isinstance(part, FSDPModule)]
     if sharded and mode in ("hooks", "functorch"):
         what = f"the model ({type(module).__name__})"
         raise Refused(
@@ -55,8 +54,8 @@ def refuse(module: nn.Module, mode: str = "ghost") -> None:
             "opacus.distributed.DifferentiallyPrivateDistributedDataParallel or "
             "fully_shard.",
         )
-    for name, p in module.named_parameters():
-        if p.requires_grad and p.is_complex():
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad and parameter.is_complex():
             raise Refused(
                 f"Parameter {name} is complex.",
                 parameter=name,
@@ -64,20 +63,18 @@ def refuse(module: nn.Module, mode: str = "ghost") -> None:
                 "part, or freeze it.",
             )
     for name, layer in module.named_modules():
-        what = f"{name or 'the model'} ({type(layer).__name__})"
-        trained = any(p.requires_grad for p in layer.parameters(recurse=False))
-        if isinstance(layer, (nn.Embedding, nn.EmbeddingBag)) and trained:
-            given = layer.max_norm, layer.scale_grad_by_freq, layer.sparse
-            refuse_embedding(what, *given)
+        if not isinstance(layer, (nn.Embedding, nn.EmbeddingBag)):
+            continue
+        if any(p.requires_grad for p in layer.parameters(recurse=False)):
+            what = f"{name or 'the model'} ({type(layer).__name__})"
+            options = layer.max_norm, layer.scale_grad_by_freq, layer.sparse
+            refuse_embedding(what, *options)
 
 
-class PrivateMode:
+class PrivateMode(Mode):
     """The base of all modes, mixed into Opacus's classes."""
 
     private: PrivateModel
-    plain_backward: Callable[[ForwardRecord, Any], list[Any]]  # see PrivateModel
-    one_by_one = False  # True if no samples run together
-    compiles = False  # True if compiled models run in compiled programs
 
     def add_hooks(
         self,
@@ -95,19 +92,19 @@ class PrivateMode:
                 "cleanup() before.",
             )
         refuse(module)
-        given = {"on_nonfinite": "drop", **settings.get()}
-        self.on_nonfinite = given.pop("on_nonfinite")
+        options = {"on_nonfinite": "drop", **settings.get()}
+        self.on_nonfinite = options.pop("on_nonfinite")
         kind: type[PrivateModel] = PrivateModel
         if isinstance(module, FSDPModule):
             kind = ShardedModel
         elif find_group(module.modules()) is not None:
             kind = ParallelModel
-        self.private = kind(module, batch_first, one_by_one=self.one_by_one, **given)
+        self.private = kind(module, self, batch_first, **options)
         self.private.check_hooks()
-        self.private.backward = self.plain_backward
-        self.private.compiles = self.compiles and not self.private.is_shared_out
-        called = [module, self] if isinstance(self, nn.Module) else [module]
-        handles = Handles([Attachment(self.private, each) for each in called])
+        handles = Handles([Attachment(self.private, module)])
+        if isinstance(self, nn.Module):
+            handles.append(Attachment(self.private, self))
+        # Opacus removes all of them in its cleanup().
         handles += self.private.handles
         module.autograd_grad_sample_hooks = self.autograd_grad_sample_hooks = handles
         self.enable_hooks()
@@ -129,20 +126,19 @@ class PrivateMode:
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compiles the wrapped model, as ``nn.Module.compile``."""
-        self.private.settings = settings_of(
-            torch.compile(nn.Identity(), *args, **kwargs)
-        )
+        compiled = torch.compile(nn.Identity(), *args, **kwargs)
+        self.private.settings = settings_of(compiled)
 
 
 def classes(mode: type, hooks: type, module: type) -> tuple[type, type]:
     """Makes Opacus's two classes of a mode: a wrapper of a model, and its hooks."""
-    name, about = mode.__name__, {"__doc__": mode.__doc__, "__module__": __name__}
-    made = (
-        type(f"{name}Module", (_Copied, _Wrapper, mode, module), about),
-        type(f"{name}Hooks", (_Wrapper, mode, hooks), about),
-    )
-    globals().update({kind.__name__: kind for kind in made})  # where pickle looks
-    return made
+    name = mode.__name__
+    about = {"__doc__": mode.__doc__, "__module__": __name__}
+    wrapper = type(f"{name}Module", (_Copied, _Wrapper, mode, module), about)
+    of_hooks = type(f"{name}Hooks", (_Wrapper, mode, hooks), about)
+    # Pickle looks for a class in its module.
+    globals().update({wrapper.__name__: wrapper, of_hooks.__name__: of_hooks})
+    return wrapper, of_hooks
 
 
 class _Wrapper:
@@ -152,8 +148,9 @@ class _Wrapper:
         try:
             return super().__getattr__(name)
         except AttributeError:
-            held = vars(self)
-            model = held.get("_modules", held).get("_module")
+            # A wrapper is a module, and has its model among its modules; hooks are not.
+            attributes = vars(self)
+            model = attributes.get("_modules", attributes).get("_module")
             if model is None or name.startswith("__"):
                 raise
             return getattr(model, name)
@@ -167,24 +164,27 @@ class _Copied:
 
     def _plain(self) -> dict[str, Any]:
         state = {**vars(self), "autograd_grad_sample_hooks": []}
-        for name in ("private", "_compiled_call_impl", "_found"):
+        # These belong to the private one, or can't be copied.
+        for name in ("private", "_compiled_call_impl", "_backward"):
             state.pop(name, None)
         if "_per_sample_gradient_norms" in state:
             state["_per_sample_gradient_norms"] = None
         return state
 
     def __getstate__(self) -> dict[str, Any]:
-        return copy.deepcopy(self._plain())  # parameters have gradients of samples
+        # Parameters would be written with gradients of samples.
+        return copy.deepcopy(self._plain())
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[misc]
-        self.private = PrivateModel(state["_modules"]["_module"])
+        # A copy is called as a plain module until make_private is given it.
+        self.private = PrivateModel(state["_modules"]["_module"], Mode())
         self.private.enabled = False
 
     def __deepcopy__(self, memo: dict) -> Any:
-        made = memo[id(self)] = type(self).__new__(type(self))
-        made.__setstate__(copy.deepcopy(self._plain(), memo))
-        return made
+        copied = memo[id(self)] = type(self).__new__(type(self))
+        copied.__setstate__(copy.deepcopy(self._plain(), memo))
+        return copied
 
 
 class Handles(list):
@@ -195,23 +195,28 @@ class Handles(list):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         for handle in self:
-            for name, p in getattr(
-                getattr(handle, "private", None), "params", {}
-            ).items():
-                for key in ("grad_sample", "summed_grad"):
-                    if getattr(p, key, None) is not None:
-                        raise Refused(
-                            f"Parameter {name} has a gradient without noise ({key}), "
-                            "which a file of the whole model would have, too.",
-                            parameter=name,
-                            remedy="Save model.state_dict(), or call "
-                            "optimizer.zero_grad() before.",
-                        )
+            if isinstance(handle, Attachment):
+                for name, parameter in handle.private.params.items():
+                    _refuse_gradients(name, parameter)
         return list, ()
+
+
+def _refuse_gradients(name: str, parameter: nn.Parameter) -> None:
+    """Refuses to write a parameter to a file with gradients that have no noise."""
+    for key in ("grad_sample", "summed_grad"):
+        if getattr(parameter, key, None) is not None:
+            raise Refused(
+                f"Parameter {name} has a gradient without noise ({key}), "
+                "which a file of the whole model would have, too.",
+                parameter=name,
+                remedy="Save model.state_dict(), or call "
+                "optimizer.zero_grad() before.",
+            )
 
 
 def trained_of(module: nn.Module) -> nn.Module:
     """Returns the model to train, that in the wrapper if it is a copied one."""
+    # A copy has an empty list in the place of its handles.
     if vars(module).get("autograd_grad_sample_hooks") == []:
         if isinstance(module, _Copied):
             return trained_of(getattr(module, "_module"))
@@ -248,7 +253,8 @@ class ByHand:
     """
 
     def __init__(self, wrapper: Any):
-        self.wrapper, self.enabled = wrapper, wrapper.hooks_enabled
+        self.wrapper = wrapper
+        self.enabled = wrapper.hooks_enabled
 
     @classmethod
     def of(
@@ -263,8 +269,9 @@ class ByHand:
         stock = type(module)
         if stock not in kind.__mro__ or not stock.__module__.startswith("opacus."):
             return None
-        given = getattr(module, "batch_first"), getattr(module, "loss_reduction")
-        return cls(module) if given == (batch_first, loss_reduction) else None
+        wrapper: Any = module
+        options = wrapper.batch_first, wrapper.loss_reduction
+        return cls(wrapper) if options == (batch_first, loss_reduction) else None
 
     def remove(self) -> None:
         """Removes Opacus's hooks, and what they have left."""
@@ -275,16 +282,16 @@ class ByHand:
         self._reset()
 
     def _reset(self) -> None:
-        for p in self.wrapper.parameters():
-            p.grad_sample, p._forward_counter = None, 0
+        for parameter in self.wrapper.parameters():
+            parameter.grad_sample, parameter._forward_counter = None, 0
 
-    def redirect(self, made: Any) -> None:
+    def redirect(self, wrapped: object) -> None:
         """Lets the wrapper call, and clean up, what was made of its model."""
         private = private_model_of(self.wrapper._module)
         if private is not None:
             handles = self.wrapper._module.autograd_grad_sample_hooks
             handles.append(Attachment(private, self.wrapper))
-            vars(self.wrapper).update(autograd_grad_sample_hooks=handles, made=made)
+            vars(self.wrapper).update(autograd_grad_sample_hooks=handles, made=wrapped)
 
     def put_back(self) -> None:
         """Undoes :meth:`remove`."""
@@ -296,8 +303,10 @@ class ByHand:
 
 def private_model_of(module: nn.Module) -> PrivateModel | None:
     """Returns the private model of a module; None if it is not private."""
-    handles = getattr(module, "autograd_grad_sample_hooks", ())
-    return next((h.private for h in handles if isinstance(h, Attachment)), None)
+    for handle in getattr(module, "autograd_grad_sample_hooks", ()):
+        if isinstance(handle, Attachment):
+            return handle.private
+    return None
 
 
 def not_called(private: PrivateModel) -> Refused:
@@ -315,12 +324,13 @@ def not_called(private: PrivateModel) -> Refused:
     )
 
 
-def not_private(private: PrivateModel, p: Any, what: str) -> Refused:
+def not_private(private: PrivateModel, parameter: Any, what: str) -> Refused:
     """Makes the error for a parameter whose gradient would not be clipped."""
-    name = private.names.get(p)
+    name = private.names.get(parameter)
+    shape = tuple(parameter.shape)
     if name is not None:
         return Refused(
-            f"Parameter {name} of shape {tuple(p.shape)} is also used outside of the "
+            f"Parameter {name} of shape {shape} is also used outside of the "
             "model's forward, for example in the loss, where its per-sample gradients "
             "are unknown.",
             parameter=name,
@@ -334,7 +344,7 @@ def not_private(private: PrivateModel, p: Any, what: str) -> Refused:
         )
     return Refused(
         f"{private.describe()}: {what} computed by another model, with a parameter of "
-        f"shape {tuple(p.shape)}, whose gradient would not be private.",
+        f"shape {shape}, whose gradient would not be private.",
         module=private.describe(),
         remedy="Make it part of the model that make_private is given, or freeze it.",
     )
@@ -355,11 +365,11 @@ def feeds_another(private: PrivateModel) -> Refused:
 
 def of_other_sizes(private: PrivateModel, sizes: Iterable[int]) -> Refused:
     """Makes the error for a loss of calls on different numbers of samples."""
-    found = " and ".join(map(str, sorted(sizes)))
+    numbers = " and ".join(map(str, sorted(sizes)))
     return Refused(
-        f"{private.describe()}: one loss of calls on {found} samples. Sample i of each "
-        "call is clipped together with sample i of the others, as one record's: other "
-        "samples could make a record count several times.",
+        f"{private.describe()}: one loss of calls on {numbers} samples. Sample i of "
+        "each call is clipped together with sample i of the others, as one record's: "
+        "other samples could make a record count several times.",
         module=private.describe(),
         remedy="Call it on as many fakes as records, noise = torch.randn(len(x), ...) "
         "for a batch x of the loader, and call backward() on the sum of the losses.",

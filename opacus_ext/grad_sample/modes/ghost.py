@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import operator
+from itertools import islice
 from typing import Any, Callable, Sequence
 
 import torch
@@ -15,6 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from opacus_ext.grad_sample.adapter.criterion import SampleCriterion
 from opacus_ext.grad_sample.adapter.forward import ForwardRecord
+from opacus_ext.grad_sample.adapter.model import PrivateModel
 from opacus_ext.grad_sample.adapter.outputs import (
     Dependencies,
     NotEqual,
@@ -90,6 +92,7 @@ class ClippedLoss(torch.Tensor, stock.DPTensorFastGradientClipping):
         if value is None:
             losses = loss_per_sample.detach()
             value = losses.sum() if loss_reduction == "sum" else losses.mean()
+        # The value alone has no samples: no gradient may pass through it.
         value = value.detach()
         if loss_per_sample.requires_grad and torch.is_grad_enabled():
             value = _WithoutSamples.apply(value, _anchor)
@@ -147,29 +150,34 @@ class ClippedLoss(torch.Tensor, stock.DPTensorFastGradientClipping):
             )
         self.module.clipped_backward(self.optimizer, self.loss_per_sample, scale)
         self.done = True
-        self.loss_per_sample = self.loss_per_sample.detach()  # the graph can go
+        # The graph can go, also where the user keeps the loss to log it.
+        self.loss_per_sample = self.loss_per_sample.detach()
 
     @classmethod
     def __torch_function__(
         cls, func: Callable, types: Any, args: tuple = (), kwargs: Any = None
     ) -> Any:
         """Applies sums and products to the losses of samples, too."""
-        kwargs, name = kwargs or {}, getattr(func, "__name__", "")
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
         losses = [x for x in args if isinstance(x, ClippedLoss) and not x.done]
         if name in _NO_SAMPLES:
             raise _without_samples(f"{name} of a private loss")
+        # ``loss += other`` binds the name anew: it is computed out of place.
         if name in _IN_PLACE and isinstance(args[0], ClippedLoss):
             name = name[:-1]
             func = getattr(T, name)
 
-        def plain(x: Any) -> Any:
-            if not isinstance(x, ClippedLoss):
-                return x
-            value = x.as_subclass(T)
-            return value.detach() if x.done or name in _NUMBER else value
+        def plain(argument: Any) -> Any:
+            if not isinstance(argument, ClippedLoss):
+                return argument
+            value = argument.as_subclass(T)
+            return value.detach() if argument.done or name in _NUMBER else value
 
-        def of_samples(x: Any) -> Any:
-            return x.loss_per_sample if any(x is y for y in losses) else plain(x)
+        def of_samples(argument: Any) -> Any:
+            if isinstance(argument, ClippedLoss) and not argument.done:
+                return argument.loss_per_sample
+            return plain(argument)
 
         with DisableTorchFunctionSubclass():
             value = func(*tree_map(plain, args), **tree_map(plain, kwargs))
@@ -177,37 +185,46 @@ class ClippedLoss(torch.Tensor, stock.DPTensorFastGradientClipping):
                 return value
             if value.dim():
                 return value
+            per_sample = losses[0].loss_per_sample
             if name in _SAME:
-                each = losses[0].loss_per_sample
+                pass
             elif _is_by_sample(name, losses, args):
-                each = func(*map(of_samples, args), **kwargs)
-            elif name in _SUMS and _are_alike(losses):
-                each = losses[0].loss_per_sample  # backward() is refused
-            else:
+                per_sample = func(*map(of_samples, args), **kwargs)
+            # A sum over other samples is a loss, too, whose backward() is refused.
+            elif name not in _SUMS or not _are_alike(losses):
                 return value
-            first = losses[0]
-            given = first.module, first.optimizer, each, first.loss_reduction
-            new = ClippedLoss(*given, value=value)
-            new.divisor = max(x.divisor for x in losses)
-            new.sizes = frozenset().union(*(x.sizes for x in losses))
+            divisor = 1.0
             if name in _QUOTIENTS and isinstance(args[-1], int) and args[-1] > 1:
-                new.divisor *= args[-1]
-            return new
+                divisor = args[-1]
+            return losses[0]._computed(losses, per_sample, value, divisor)
 
-    __str__ = torch.Tensor.__str__  # not Opacus's
+    def _computed(
+        self, losses: Sequence[ClippedLoss], per_sample: T, value: T, divisor: float
+    ) -> ClippedLoss:
+        """Makes the loss that was computed from losses of this model, and divided."""
+        loss = ClippedLoss(
+            self.module, self.optimizer, per_sample, self.loss_reduction, value=value
+        )
+        loss.divisor = divisor * max(other.divisor for other in losses)
+        loss.sizes = frozenset().union(*(other.sizes for other in losses))
+        return loss
+
+    # Opacus's class has one of its own.
+    __str__ = torch.Tensor.__str__
 
 
 def _is_by_sample(name: str, losses: Sequence[ClippedLoss], args: tuple) -> bool:
     """Returns True if a function of losses can be applied to each sample's loss."""
     if len(losses) > 1:
-        shapes = {x.loss_per_sample.shape for x in losses}
+        shapes = {loss.loss_per_sample.shape for loss in losses}
         return name in _SUMS and _are_alike(losses) and len(shapes) == 1
+    # A number divided by a loss is no sum over samples.
     return name in _SUMS | _PRODUCTS or name in _QUOTIENTS and args[0] is losses[0]
 
 
 def _are_alike(losses: Sequence[ClippedLoss]) -> bool:
     """Returns True for losses of one model with one reduction."""
-    return len({(x.module, x.loss_reduction) for x in losses}) == 1
+    return len({(loss.module, loss.loss_reduction) for loss in losses}) == 1
 
 
 class _WithoutSamples(torch.autograd.Function):
@@ -250,7 +267,10 @@ class ClippedCriterion(stock.DPLossFastGradientClipping):
     def __call__(self, *args: Any, shape: Any = None, **kwargs: Any) -> ClippedLoss:
         private = self.module.private
         with private.telling("criterion"):
+            # The first dim of flattened tokens is not the number of samples.
             size = private.size if shape is None else shape[0]
+            # The criterion may refuse what no call of the model has given: then this
+            # is what to tell.
             try:
                 losses = self.by_sample(args, kwargs, shape, size)
             except Refused:
@@ -259,13 +279,15 @@ class ClippedCriterion(stock.DPLossFastGradientClipping):
         return ClippedLoss(self.module, self.optimizer, losses, self.loss_reduction)
 
 
-def _refuse_other_outputs(private: Any, given: Any) -> None:
+def _refuse_other_outputs(private: PrivateModel, arguments: object) -> None:
     """Refuses outputs that do not come from a call of the private model."""
-    leaves = tree_leaves(given)
-    if any(isinstance(x, (ClippedLoss, NotEqual)) for x in leaves):
-        return
-    found = [x for x in leaves if isinstance(x, T) and x.requires_grad]
-    if torch.is_grad_enabled() and not dependencies_of(found).nodes:
+    trained: list[T] = []
+    for leaf in tree_leaves(arguments):
+        if isinstance(leaf, (ClippedLoss, NotEqual)):
+            return
+        if isinstance(leaf, T) and leaf.requires_grad:
+            trained.append(leaf)
+    if torch.is_grad_enabled() and not dependencies_of(trained).nodes:
         raise not_called(private)
 
 
@@ -277,20 +299,15 @@ class Ghost(PrivateMode):
     passes = 2  # of ClippedSum
     calls = 0  # of backward() with several samples
 
-    def add_hooks(self, *, loss_reduction: str = "mean", **kwargs: Any) -> None:
-        """Intercepts the model's calls."""
-        super().add_hooks(loss_reduction=loss_reduction, **kwargs)
-        self.private.mean_of = functools.partial(self._mean_of, loss_reduction)
-
-    def _mean_of(self, reduction: str, record: ForwardRecord, losses: T) -> T:
+    def mean_of(self, record: ForwardRecord, losses: T) -> T:
         """
         Makes the loss that a model returned of its losses ``[B]``. Where inputs get
         gradients it is a plain mean, which gives none to the model.
         """
-        optimizer = self.private.stepped_by()
+        optimizer = self.private.optimizer
         if optimizer is None or record.trained:
             return losses.mean()
-        return ClippedLoss(self, optimizer, losses, reduction)
+        return ClippedLoss(self, optimizer, losses, self.loss_reduction)
 
     def plain_backward(
         self, record: ForwardRecord, grads: Sequence[T | None]
@@ -333,6 +350,7 @@ class Ghost(PrivateMode):
                 if any(isinstance(x, nn.Parameter) for x in sources.before):
                     self._feed(sources, losses)
                     return
+                # All that this process can refuse is refused before others wait for it.
                 total = self._total(optimizer, losses.numel(), scale)
                 self.private.begin_backward(bool(sources.records))
                 self._add(total, sources, losses if scale == 1 else losses * scale)
@@ -341,6 +359,7 @@ class Ghost(PrivateMode):
         except BaseException:
             self.private.reset()
             raise
+        # Only now, as a backward pass that is refused may be tried again.
         for record in sources.records:
             record.mark_done()
         self.private.passes.add(sources.records)
@@ -351,12 +370,13 @@ class Ghost(PrivateMode):
         Leaves plain gradients of the mean or sum of losses in the models that computed
         inputs (a generator), and none in the private one.
         """
-        whole = losses.mean() if self.loss_reduction == "mean" else losses.sum()
-        torch.autograd.backward([whole], inputs=sources.before)
+        loss = losses.mean() if self.loss_reduction == "mean" else losses.sum()
+        torch.autograd.backward([loss], inputs=sources.before)
         for record in sources.records:
             record.mark_done()
             record.may_not_enter(feeds_another(self.private))
-        self.private.passes.add(r for r in sources.records if r.params)
+        # A frozen model's pass leaves no gradient for the step to take.
+        self.private.passes.add(record for record in sources.records if record.params)
 
     def clip(
         self, optimizer: Any, samples: list[Samples], loss: Callable[[Any], T]
@@ -365,7 +385,7 @@ class Ghost(PrivateMode):
         Sets ``p.grad`` as :meth:`clipped_backward`, where ``loss`` calls the model with
         a sample. Returns the losses ``[B]``, detached.
         """
-        total = self._total(optimizer, sum(some.size for some in samples))
+        total = self._total(optimizer, sum(part.size for part in samples))
         losses = self.private.clip(samples, loss, total)
         if not self.private.is_shared_out:
             refuse_no_graph(total, losses.numel())
@@ -375,18 +395,24 @@ class Ghost(PrivateMode):
     def _total(self, optimizer: Any, size: int, scale: float = 1.0) -> ClippedSum:
         if optimizer.ready:
             raise second_pass(f"To accumulate batches use {MEMORY_MANAGER}.")
-        clipping = optimizer.clipping_function
-        params = self._by_name(optimizer.params)
-        given = params, size, clipping, self.on_nonfinite, scale
-        return self.private.clipped_sum(*given, passes=self.passes)
+        return self.private.clipped_sum(
+            self._by_name(optimizer.params),
+            size,
+            optimizer.clipping_function,
+            self.on_nonfinite,
+            scale,
+            passes=self.passes,
+        )
 
     def _by_name(self, params: list[nn.Parameter]) -> dict[str, nn.Parameter]:
         """Returns parameters of the model by name, in the order of the list."""
         named = self.private.params
-        same = map(operator.is_, named.values(), params)
-        if len(named) == len(params) and all(same):  # hashing tensors takes longer
+        # The same order is the rule, and finding it takes less than hashing tensors.
+        are_same = map(operator.is_, named.values(), params)
+        if len(named) == len(params) and all(are_same):
             return named
-        return {self.private.names[p]: p for p in params}
+        names = self.private.names
+        return {names[parameter]: parameter for parameter in params}
 
     def _set_grads(self, optimizer: Any, total: ClippedSum) -> None:
         self.per_sample_gradient_norms = total.norms
@@ -406,19 +432,21 @@ class Ghost(PrivateMode):
                 "backward().",
             )
         for leaf in sources.leaves:
-            if leaf is _anchor:  # as in (1 - torch.exp(-loss)) ** 2 * loss
+            # The anchor is in losses such as (1 - torch.exp(-loss)) ** 2 * loss.
+            if leaf is _anchor:
                 raise _without_samples("A product with what is computed from a loss")
             raise not_private(private, leaf, "the loss is")
-        for p in sources.before:
-            shared_out = private.is_shared_out and isinstance(p, nn.Parameter)
-            if p in private.names or shared_out:
-                raise not_private(private, p, "its input is")
+        for leaf in sources.before:
+            is_parameter = private.is_shared_out and isinstance(leaf, nn.Parameter)
+            if is_parameter or leaf in private.names:
+                raise not_private(private, leaf, "its input is")
         for record in sources.records:
             if record.model is not private:
-                p = next(iter(record.params.values()), losses)
-                raise not_private(private, p, "the loss is")
+                leaf = next(iter(record.params.values()), losses)
+                raise not_private(private, leaf, "the loss is")
+            # A second backward pass is refused.
             if record.done:
-                record.mark_done()  # raises
+                record.mark_done()
             if record.size != len(losses):
                 raise Refused(
                     f"The criterion gives {len(losses)} losses for a batch of "
@@ -430,18 +458,21 @@ class Ghost(PrivateMode):
                 )
 
     def _add(self, total: ClippedSum, sources: Dependencies, losses: T) -> None:
-        nodes = sources.nodes
-        if not nodes:
+        if not sources.nodes:
             return
-        for record in sources.records:  # a call on an output is passed twice
+        # Where outputs of a call are inputs of another, the first is passed twice.
+        for record in sources.records:
             record.retain_graph = sources.nested
-        edges = [GradientEdge(n, i) for n in nodes for i in range(len(n.record.dims))]
-        dims = [dim for n in nodes for dim in n.record.dims.values()]
-        found = iter(self._output_grads(losses, edges, dims))
-        own = [(n.record, [next(found) for _ in n.record.dims]) for n in nodes]
-        if len(own) == 1:
-            (record, grads), *_ = own
-            record.add_gradients(total, grads)
+        edges: list[GradientEdge] = []
+        dims: list[int | None] = []
+        for node in sources.nodes:
+            edges += [GradientEdge(node, i) for i in range(len(node.record.dims))]
+            dims += node.record.dims.values()
+        grads = iter(self._output_grads(losses, edges, dims))
+        records = [node.record for node in sources.nodes]
+        grads_of = [[*islice(grads, len(record.dims))] for record in records]
+        if len(records) == 1:
+            records[0].add_gradients(total, grads_of[0])
             return
         if self.private.is_shared_out:
             raise Refused(
@@ -451,13 +482,14 @@ class Ghost(PrivateMode):
                 remedy="Compute it from one forward pass.",
             )
         # The gradient of a sample is the sum over all forward passes.
-        whole = DenseGrads(dict(zip(total.names, total.params)), total.norms.shape[0])
-        for record, grads in own:
-            record.add_gradients(whole, grads)
+        dense = DenseGrads(dict(zip(total.names, total.params)), total.norms.shape[0])
+        for record, of_outputs in zip(records, grads_of):
+            record.add_gradients(dense, of_outputs)
         samples = {}
-        for name, rows in whole.rows.items():
-            p = whole.params[name]
-            samples[id(p)] = GradSample(p.shape, whole.size, rows.flatten(1))
+        for name, rows in dense.rows.items():
+            parameter = dense.params[name]
+            sample = GradSample(parameter.shape, dense.size, rows.flatten(1))
+            samples[id(parameter)] = sample
         total.add_samples(samples)
 
     def _output_grads(
@@ -473,20 +505,21 @@ class Ghost(PrivateMode):
                 [losses], edges, [weights], retain_graph=keep, allow_unused=True
             )
 
-        def digests(found: Sequence[T | None]) -> list[Any]:
-            pairs = zip(found, dims)
-            return [g if g is None else digest(g.movedim(d or 0, 0)) for g, d in pairs]
-
-        size, ones = len(losses), torch.ones_like(losses)
+        size = len(losses)
+        ones = torch.ones_like(losses)
+        # Checked are the calls 0, 1, 3, 7 and so on, as it takes a second pass.
         if size < 2 or self.calls & (self.calls + 1):
             self.calls += size > 1
             return backward(ones)
+        # Weights differ from sample to sample, in their signs too, so that it shows if
+        # the gradient of an output is a sum over samples.
         weights = 1 + torch.arange(size).to(losses) / size
         weights[::2] *= -1
-        expected = digests(backward(weights, keep=True))
-        found = backward(ones)
-        for g, plain, rows in zip(found, digests(found), expected):
-            if g is not None and not _scaled(plain, weights, rows, g.dtype):
+        expected = [*map(_digest, backward(weights, keep=True), dims)]
+        grads = backward(ones)
+        for grad, dim, weighted in zip(grads, dims, expected):
+            plain = _digest(grad, dim)
+            if grad is not None and not _scaled(plain, weights, weighted, grad.dtype):
                 raise Refused(
                     "The loss of a sample depends on the outputs of others: the "
                     "criterion, or code before it, mixes samples.",
@@ -494,17 +527,22 @@ class Ghost(PrivateMode):
                     remedy="Compute the loss of each sample from that sample alone.",
                 )
         self.calls += 1
-        return found
+        return grads
 
 
-def _scaled(rows: T, weights: T, expected: T, dtype: torch.dtype) -> bool:
+def _digest(grad: T | None, dim: int | None) -> Any:
+    """Returns the digest of an output's gradients, if it has some."""
+    return None if grad is None else digest(grad.movedim(dim or 0, 0))
+
+
+def _scaled(digests: T, weights: T, expected: T, dtype: torch.dtype) -> bool:
     """Returns True if the gradients of weighted losses are the weighted gradients."""
-    rows = rows * torch.stack([weights.abs(), weights]).to(rows)
-    norms = rows[0].nan_to_num(0, 0)
+    digests = digests * torch.stack([weights.abs(), weights]).to(digests)
+    norms = digests[0].nan_to_num(0, 0)
     coarse = 1e-3 if dtype.itemsize >= 4 else 0.03
-    gaps = (rows - expected).abs().nan_to_num(0, 0)
-    # Below, squares are imprecise, and numbers of float16.
-    squares = torch.finfo(rows.dtype).tiny ** 0.5
+    gaps = (digests - expected).abs().nan_to_num(0, 0)
+    # Smaller squares are imprecise, and so are smaller numbers of float16.
+    squares = torch.finfo(digests.dtype).tiny ** 0.5
     least = max(torch.finfo(dtype).tiny, 1e3 * squares)
     return bool((gaps <= coarse * norms + 1e-6 * norms.sum() + least).all())
 

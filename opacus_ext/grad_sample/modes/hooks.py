@@ -32,11 +32,13 @@ class _Edges(torch.autograd.Function):
         return torch.zeros(())
 
 
-def _reached(params: Iterable[T]) -> list[T]:
+def _reached(parameters: Iterable[T]) -> list[T]:
     """Returns the parameters that get a gradient in the running backward pass."""
-    leaves = [p for p in params if p.requires_grad and p.is_leaf]
+    leaves = [p for p in parameters if p.requires_grad and p.is_leaf]
     if not leaves:
         return []
+    # The node that adds up the gradient of a leaf stands behind an edge of any node
+    # that is computed from it.
     with torch.enable_grad():
         edges = _Edges.apply(*leaves).grad_fn.next_functions
     return [p for p, (node, _) in zip(leaves, edges) if will_run(node)]
@@ -54,34 +56,40 @@ class GradSampleMode(PrivateMode):
     def add_hooks(self, **kwargs: Any) -> None:
         """Intercepts the model's calls."""
         super().add_hooks(**kwargs)
-        self._found: list[tuple[ForwardRecord, DenseGrads]] = []
-        self.private.begin = self._begin
-        self.private.mean_of = lambda record, x: x.mean().as_subclass(MeanLoss)
+        # What the running backward pass has reached, until it ends.
+        self._backward: list[tuple[ForwardRecord, DenseGrads]] = []
 
-    def _begin(self, size: int) -> None:
-        self._found.clear()  # left by a backward pass that failed
+    def begin_forward(self, size: int) -> None:
+        """See :class:`~adapter.model.Mode`."""
+        # A backward pass that failed may have left something.
+        self._backward.clear()
+
+    def mean_of(self, record: ForwardRecord, losses: T) -> T:
+        """See :class:`~adapter.model.Mode`."""
+        return losses.mean().as_subclass(MeanLoss)
 
     def plain_backward(
         self, record: ForwardRecord, grads: Sequence[T | None]
     ) -> list[T | None]:
         """Called in ``loss.backward()`` with the gradients of the outputs."""
         record.mark_done()
-        if not self._found:
+        # The callback comes once, at the end of the whole backward pass.
+        if not self._backward:
             torch.autograd.Variable._execution_engine.queue_callback(self._finish)
         total = DenseGrads(record.params, record.size)
-        self._found.append((record, total))
+        self._backward.append((record, total))
         return record.add_gradients(total, grads)
 
     def clip(
         self, optimizer: Any, samples: list[Samples], loss: Callable[[Any], T]
     ) -> T:
         """Sets ``p.grad_sample``; see :meth:`~modes.ghost.Ghost.clip`."""
-        params = self.private.params
-        total = DenseGrads(params, sum(some.size for some in samples))
+        parameters = self.private.params
+        total = DenseGrads(parameters, sum(part.size for part in samples))
         losses = self.private.clip(samples, loss, total)
         refuse_no_graph(total, losses.numel())
         for name, grad_sample in total.grads().items():
-            params[name].grad_sample = grad_sample
+            parameters[name].grad_sample = grad_sample
         return losses
 
     def _feeds(self) -> bool:
@@ -89,47 +97,57 @@ class GradSampleMode(PrivateMode):
         Returns True if a model that computed an input gets gradients. Refuses gradients
         of the model's own parameters that were used elsewhere.
         """
-        inputs = [x for record, _ in self._found for x in record.trained]
-        for p in _reached(self.private.names):
-            raise not_private(self.private, p, "the loss is")
+        for parameter in _reached(self.private.names):
+            raise not_private(self.private, parameter, "the loss is")
+        inputs: list[T] = []
+        for record, _ in self._backward:
+            inputs += record.trained
         behind_inputs = [*inputs, *dependencies_of(inputs).leaves]
         return bool(_reached(x for x in behind_inputs if isinstance(x, nn.Parameter)))
 
     def _finish(self) -> None:
         """Sets ``p.grad_sample`` of every parameter, after the backward pass."""
-        names = self.private.params
-        kept = any(getattr(p, "grad_sample", None) is not None for p in names.values())
+        parameters = self.private.params
+        grad_samples = [getattr(p, "grad_sample", None) for p in parameters.values()]
         feeds = self._feeds()
-        found, self._found = self._found, []
-        if not names:  # it is frozen
+        backward, self._backward = self._backward, []
+        if not parameters:
             return
+        kept = any(old is not None for old in grad_samples)
         if not self.grad_accumulation_allowed and kept and not feeds:
             raise second_pass(
                 "Poisson sampling is not compatible with grad accumulation: for "
                 f"batches that don't fit in memory use {MEMORY_MANAGER}."
             )
-        sizes = {record.size for record, _ in found}
-        for record, _ in found:
+        records = [record for record, _ in backward]
+        sizes = {record.size for record in records}
+        for record in records:
             if feeds:
                 record.may_not_enter(feeds_another(self.private))
             elif len(sizes) > 1:
                 record.may_not_enter(of_other_sizes(self.private, sizes))
-        if not kept:  # those before were dropped, or are a part of the sum
+        # Those of earlier passes were dropped, or are a part of the sum.
+        if not kept:
             self.private.passes.forget(kept=False)
-        self.private.passes.add(record for record, _ in found)
-        dense = [total.grads() for _, total in found]
-        for name, p in names.items():
-            new: Any = self._rows([each[name] for each in dense])
-            old = getattr(p, "grad_sample", None)
-            if old is not None:
-                new = [*old, new] if isinstance(old, list) else [old, new]
-            p.grad_sample = new
+        self.private.passes.add(records)
+        dense = [total.grads() for _, total in backward]
+        for (name, parameter), old in zip(parameters.items(), grad_samples):
+            new: Any = self._rows([grads[name] for grads in dense])
+            # Opacus lists the gradients of several backward passes.
+            if isinstance(old, list):
+                new = [*old, new]
+            elif old is not None:
+                new = [old, new]
+            parameter.grad_sample = new
 
     def _rows(self, grads: Sequence[T]) -> T:
         """Adds the gradients of calls; those of other samples, refused, come behind."""
         by_size: dict[int, T] = {}
-        for g in grads:
-            by_size[len(g)] = by_size[len(g)] + g if len(g) in by_size else g
-        mean = self.loss_reduction == "mean"
-        rows = [g * size if mean else g for size, g in by_size.items()]
-        return torch.cat(rows) if len(rows) > 1 else rows[0]
+        for grad in grads:
+            size = len(grad)
+            by_size[size] = by_size[size] + grad if size in by_size else grad
+        # Opacus's optimizer divides by the batch size, as a mean over samples would.
+        if self.loss_reduction == "mean":
+            by_size = {size: grad * size for size, grad in by_size.items()}
+        first, *others = by_size.values()
+        return torch.cat([first, *others]) if others else first

@@ -35,9 +35,10 @@ class ParallelModel(PrivateModel):
     def __init__(self, module: nn.Module, *args: Any, **kwargs: Any):
         super().__init__(module, *args, **kwargs)
         self.processes: Any = find_group(module.modules())
-        self.begin = self._begin
 
-    def _begin(self, size: int) -> None:
+    def begin_forward(self, size: int) -> None:
+        """See :class:`~adapter.model.PrivateModel`; all processes learn the sizes."""
+        super().begin_forward(size)
         sizes = [size] * self.processes.size
         self.processes.batch_sizes = self.processes.meet(positions.BEGIN, sizes)
 
