@@ -26,7 +26,7 @@ T = torch.Tensor
 # A print has this many numbers, which are hardly ever all small by chance.
 _SIGNS = 8
 # Longer rows are cut into parts of this width, which have the same signs.
-_WIDE = 2**14
+_WIDE = 2**15
 
 
 @torch.no_grad()
@@ -138,7 +138,7 @@ def _one_pass(
 # -- prints ----------------------------------------------------------------------------
 
 
-@functools.lru_cache(maxsize=64)
+@functools.lru_cache(maxsize=32)
 def _signs(width: int, dtype: torch.dtype, device: torch.device) -> T:
     """Returns random signs ``[width, _SIGNS]``, the same each time."""
     generator = torch.Generator().manual_seed(width)
@@ -167,8 +167,9 @@ class Prints:
         while flat.shape[1] > _WIDE:
             end = flat.shape[1] // _WIDE * _WIDE
             parts = flat[:, :end].unflatten(1, (-1, _WIDE))
-            parts = parts @ _signs(_WIDE, flat.dtype, flat.device)
-            flat = torch.cat([parts.flatten(1), flat[:, end:]], dim=1)
+            products = (parts @ _signs(_WIDE, flat.dtype, flat.device)).flatten(1)
+            rest = flat[:, end:]
+            flat = torch.cat([products, rest], dim=1) if rest.numel() else products
         self._prints[key] = flat @ _signs(flat.shape[1], flat.dtype, flat.device)
 
     def differ_from(self, other: Prints) -> bool:
@@ -186,9 +187,10 @@ class Prints:
         gaps = (new - old).norm(dim=1)
         norms = old.norm(dim=1)
         # Rounding in one row can be as large as the largest row of the use suggests.
-        largest = torch.stack([part.max() for part in norms.split(lengths)])
-        tolerances = first.new_tensor(self._tolerances)
         repeats = torch.tensor(lengths, device=first.device)
-        bounds = norms * tolerances.repeat_interleave(repeats)
-        bounds += 1e-6 * largest.repeat_interleave(repeats)
+        uses = torch.arange(len(lengths), device=first.device)
+        uses = uses.repeat_interleave(repeats)
+        largest = norms.new_zeros(len(lengths)).index_reduce_(0, uses, norms, "amax")
+        tolerances = first.new_tensor(self._tolerances)
+        bounds = norms * tolerances[uses] + 1e-6 * largest[uses]
         return bool((gaps > bounds).any())
