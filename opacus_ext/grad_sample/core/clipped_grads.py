@@ -461,11 +461,11 @@ def _clipped_traced(
 
     with torch.no_grad():
         differentiate = torch.func.grad(total, has_aux=True)
-        grads, (losses, auxiliary, saved) = differentiate(first.make_slots())
+        gradients, (losses, auxiliary, saved) = differentiate(first.make_slots())
         group = GroupNorms(values, size, getattr(clipping, "per_parameter", False))
         # Autocast, in which the loss may run, would round norms and sums.
         with torch.autocast(values[0].device.type, enabled=False):
-            group.finish(first.collect(saved, grads, size))
+            group.finish(first.collect(saved, gradients, size))
             norms, clipped = safe_norms_and_sums(group, clipping)
         if norms.dim() > 1:
             norms = norms.norm(dim=0)

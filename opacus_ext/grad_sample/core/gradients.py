@@ -200,6 +200,7 @@ class Collector:
         if is_new:
             self._views[key] = view_of(value, self.params)
         view = self._views[key]
+        # Uses of a view are uses of its parameter. Any other value is pulled once.
         if view is not None:
             self._left[id(view.parameter)] += 1
         elif is_new:

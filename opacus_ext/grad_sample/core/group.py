@@ -236,6 +236,7 @@ class SampleGroup(TorchFunctionMode):
         if not shared or not torch.is_grad_enabled():
             return self.run_op(function, *args, **kwargs)
         for key in shared:
+            # Most ops use parameters themselves, which are no constants.
             if key not in self.params:
                 leaves = self.constants(shared)
                 if leaves:

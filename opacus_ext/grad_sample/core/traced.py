@@ -385,7 +385,7 @@ class TracedGroup(SampleGroup):
     def collect(
         self,
         saved: list[list[T]],
-        grads: Sequence[T | None],
+        gradients: Sequence[T | None],
         size: int,
         mask: T | None = None,
     ) -> GradSamples:
@@ -395,7 +395,7 @@ class TracedGroup(SampleGroup):
         """
         uses = [use._replace(data=data) for use, data in zip(self.uses, saved)]
         collector = Collector(self.all, size, uses, bundles=False, mask=mask)
-        for use, backprops in zip(uses, grads):
+        for use, backprops in zip(uses, gradients):
             if backprops is not None:
                 collector.add(use, backprops)
         collector.finish()
