@@ -399,7 +399,7 @@ def in_groups(
             except Refused:
                 raise
             except Exception as error:
-                # The error is of vmap, or of the user's code: alone, a sample tells.
+                # If the user's code has failed, and not vmap, it fails alone as well.
                 put_back(before)
                 reason = why(error)
         for number in range(part.size):
@@ -589,7 +589,7 @@ def _agreed_index(group: SampleGroup, index: Any) -> Any:
 @handles(*_both("equal", "allclose"), T.__contains__)
 def compare(group: SampleGroup, function: Callable, *args: Any, **kwargs: Any) -> bool:
     """Handles comparisons of tensors that return a bool."""
-    # In the block, the group is asked for the one bool of all samples.
+    # Within the block the group sees these ops, and compares the bools of samples.
     with group:
         if function is T.__contains__:
             return bool((args[0] == args[1]).any())

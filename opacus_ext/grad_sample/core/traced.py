@@ -304,7 +304,8 @@ class TracedGroup(SampleGroup):
         pairs = zip(data, data_dims)
         data_rows = tuple([tensor.ndim - dims for tensor, dims in pairs])
         rows = output.ndim - event_dims
-        # Clones, as data may be changed in place later; the compiler removes others.
+        # Data may be changed in place later. The compiler removes clones that are not
+        # needed.
         data = tuple([tensor.clone() for tensor in data])
         self.uses.append(ParameterUse(values, factors, rows, data, data_rows))
         self.likes.append((output.shape, output.dtype))
