@@ -289,7 +289,9 @@ class SampleGroup(TorchFunctionMode):
 
     def _rows_of(self, arguments: Sequence[Any]) -> list[Any]:
         """Returns arguments with a row for each sample; [] if none is batched."""
-        rows, shared, has_batched = [*arguments], [], False
+        rows = [*arguments]
+        shared = []
+        has_batched = False
         for position, argument in enumerate(arguments):
             if type(argument) in _NO_TENSORS or not isinstance(argument, T):
                 continue

@@ -73,11 +73,15 @@ class TracedValue(ParameterValue):
     edge = None
 
     def __init__(self, tensor: T, recipes: dict[int, Recipe]):
-        self.tensor, self.shape, self.key = tensor, tensor.shape, id(tensor)
-        self.shared, self.recipes = tensor.detach(), recipes
+        self.tensor = tensor
+        self.shape = tensor.shape
+        self.key = id(tensor)
+        self.shared = tensor.detach()
+        self.recipes = recipes
 
     def leaves(self) -> list[T]:
-        tensors, leaves = [self.tensor], {}
+        tensors = [self.tensor]
+        leaves = {}
         for tensor in tensors:
             key = id(tensor)
             if key in self.recipes:
