@@ -204,7 +204,8 @@ def clipped_grads(
         losses, auxiliary = run.compute(samples, microbatch)
         refuse_no_graph(total, size)
     else:
-        # A loss without a graph is not refused: other processes may have others.
+        # A loss without a graph is not refused here, as the losses of other processes
+        # may have one.
         total = sharded_sum(every, shards.own, size, clip, on_nonfinite)
         run = _ShardedLosses(shards.processes, loss, trained, total)
         losses, auxiliary = run.compute(samples, microbatch)
@@ -433,7 +434,7 @@ def _clipped_traced(
 ) -> ClippedGrads:
     """Computes :func:`clipped_grads` in compiled code."""
     values, size = list(params.values()), samples.size
-    # torch.vmap needs samples: an empty batch has a program of its own.
+    # An empty batch has a program of its own, as torch.vmap needs samples.
     if not size:
         norms = values[0].new_zeros(0, dtype=dtype_of(values[0].dtype))
         sums = sums_by_name(params, [None] * len(values))
@@ -461,11 +462,11 @@ def _clipped_traced(
 
     with torch.no_grad():
         differentiate = torch.func.grad(total, has_aux=True)
-        grads, (losses, auxiliary, saved) = differentiate(first.make_slots())
+        gradients, (losses, auxiliary, saved) = differentiate(first.make_slots())
         group = GroupNorms(values, size, getattr(clipping, "per_parameter", False))
         # Autocast, in which the loss may run, would round norms and sums.
         with torch.autocast(values[0].device.type, enabled=False):
-            group.finish(first.collect(saved, grads, size))
+            group.finish(first.collect(saved, gradients, size))
             norms, clipped = safe_norms_and_sums(group, clipping)
         if norms.dim() > 1:
             norms = norms.norm(dim=0)

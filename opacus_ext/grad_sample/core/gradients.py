@@ -172,8 +172,11 @@ class Collector:
         params = tuple(params)
         # Tensors are known by their ids: comparing them would compare their values.
         self.params = dict(zip(map(id, params), params))
-        self.size, self.frees, self.bundles = size, frees, bundles
-        self.mask, self.show = mask, show
+        self.size = size
+        self.frees = frees
+        self.bundles = bundles
+        self.mask = mask
+        self.show = show
         self.samples: GradSamples = {}
         # Views and computed values are known by the ids of their records.
         self._views: dict[int, View | None] = {}
@@ -200,6 +203,7 @@ class Collector:
         if is_new:
             self._views[key] = view_of(value, self.params)
         view = self._views[key]
+        # Uses of a view are uses of its parameter. Any other value is pulled once.
         if view is not None:
             self._left[id(view.parameter)] += 1
         elif is_new:

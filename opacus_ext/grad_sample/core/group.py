@@ -236,6 +236,7 @@ class SampleGroup(TorchFunctionMode):
         if not shared or not torch.is_grad_enabled():
             return self.run_op(function, *args, **kwargs)
         for key in shared:
+            # Constants are looked for only if an op uses more than the parameters.
             if key not in self.params:
                 leaves = self.constants(shared)
                 if leaves:
@@ -287,8 +288,10 @@ class SampleGroup(TorchFunctionMode):
         return function(*args, **kwargs)
 
     def _rows_of(self, arguments: Sequence[Any]) -> list[Any]:
-        """Returns arguments with a row for each sample; none if no one is batched."""
-        rows, shared, has_batched = [*arguments], [], False
+        """Returns arguments with a row for each sample; [] if none is batched."""
+        rows = [*arguments]
+        shared = []
+        has_batched = False
         for position, argument in enumerate(arguments):
             if type(argument) in _NO_TENSORS or not isinstance(argument, T):
                 continue

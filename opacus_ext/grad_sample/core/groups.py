@@ -192,17 +192,17 @@ def _taken(batch: Any, take: Take) -> tuple[list[Samples], int]:
             remedy="Give a function of the batch and a number i that returns sample i.",
         )
     items = list(_items(batch, take))
-    flat = [pytree.tree_flatten(item) for item in _apart(items)]
+    flattened = [pytree.tree_flatten(item) for item in _apart(items)]
     # The numbers of the samples that can run together.
     kinds: dict[Hashable, list[int]] = {}
-    for number, (leaves, structure) in enumerate(flat):
+    for number, (leaves, structure) in enumerate(flattened):
         kind = _kind_of(leaves, structure, number)
         kinds.setdefault(kind, []).append(number)
     samples = []
     for numbers in kinds.values():
-        leaves, structure = flat[numbers[0]]
+        leaves, structure = flattened[numbers[0]]
         by_sample = [isinstance(leaf, T) for leaf in leaves]
-        columns = zip(*(flat[number][0] for number in numbers))
+        columns = zip(*(flattened[number][0] for number in numbers))
         for position, column in enumerate(columns):
             if by_sample[position]:
                 rows_of_leaf = [leaf.detach() for leaf in column]
@@ -230,7 +230,7 @@ def _apart(items: list[Any]) -> list[Any]:
         seen.add(id(leaf))
         return leaf
 
-    return [pytree.tree_map(separate, item) for item in items]
+    return [pytree.tree_map(separate, sample) for sample in items]
 
 
 def _copied(leaf: object) -> Any:
@@ -275,11 +275,11 @@ def _items(batch: Any, take: Take) -> Iterator[Any]:
             yield _checked_item(take(batch, number), number)
         return
     lengths, count = _lengths(batch), 0
-    item, error = _attempt(batch, take, count)
+    sample, error = _attempt(batch, take, count)
     while error is None:
-        yield _checked_item(item, count)
+        yield _checked_item(sample, count)
         count += 1
-        item, error = _attempt(batch, take, count)
+        sample, error = _attempt(batch, take, count)
     last = max(count + _BEYOND, *lengths, 0)
     behind = range(count + 1, last + 1)
     goes_on = any(_attempt(batch, take, number)[1] is None for number in behind)
@@ -325,19 +325,19 @@ def take_of_call(take: Take) -> Take:
 
 
 def _attempt(batch: Any, take: Take, number: int) -> tuple[Any, Exception | None]:
-    """Returns an item, or the error that there is none."""
+    """Returns a sample, or the error that there is none."""
     try:
-        item = take(batch, number)
+        sample = take(batch, number)
     except (IndexError, StopIteration) as error:
         return None, error
     # A slice behind the last sample is no error, but empty.
-    if _has_no_rows(_tensors_of(item)):
-        return item, IndexError("no rows")
-    return item, None
+    if _has_no_rows(_tensors_of(sample)):
+        return sample, IndexError("no rows")
+    return sample, None
 
 
-def _tensors_of(item: Any) -> list[T]:
-    return [leaf for leaf in pytree.tree_leaves(item) if isinstance(leaf, T)]
+def _tensors_of(sample: Any) -> list[T]:
+    return [leaf for leaf in pytree.tree_leaves(sample) if isinstance(leaf, T)]
 
 
 def _has_no_rows(tensors: list[T]) -> bool:
@@ -345,8 +345,8 @@ def _has_no_rows(tensors: list[T]) -> bool:
     return bool(is_empty) and all(is_empty)
 
 
-def _checked_item(item: Any, number: int) -> Any:
-    tensors = _tensors_of(item)
+def _checked_item(sample: Any, number: int) -> Any:
+    tensors = _tensors_of(sample)
     if not tensors or _has_no_rows(tensors):
         raise Refused(
             f"take(batch, {number}) gave a sample without "
@@ -354,7 +354,7 @@ def _checked_item(item: Any, number: int) -> Any:
             parameter="take",
             remedy="It must give sample i as a tree of tensors [1, ...].",
         )
-    return item
+    return sample
 
 
 def in_groups(
@@ -399,7 +399,7 @@ def in_groups(
             except Refused:
                 raise
             except Exception as error:
-                # The error is of vmap, or of the user's code: alone, a sample tells.
+                # If the user's code has failed, and not vmap, it fails alone as well.
                 put_back(before)
                 reason = why(error)
         for number in range(part.size):
@@ -431,26 +431,26 @@ def written(samples: Samples) -> list[tuple[T, int, T | None]]:
     for leaf, by_sample in zip(samples.leaves, samples.by_sample):
         if not by_sample:
             continue
-        kept = None
+        copied = None
         if not leaf.requires_grad:
-            kept = leaf.detach().clone()
-        states.append((leaf, version(leaf), kept))
+            copied = leaf.detach().clone()
+        states.append((leaf, version(leaf), copied))
     return states
 
 
 def put_back(before: list[tuple[T, int, T | None]]) -> None:
     """Undoes the writes of a failed attempt to its samples."""
-    for leaf, count, kept in before:
+    for leaf, count, copied in before:
         if version(leaf) == count:
             continue
         # An output of a model was not copied, as it is large.
-        if kept is None:
+        if copied is None:
             raise Refused(
                 f"A tensor of shape {tuple(leaf.shape)} that a model has computed was "
                 "changed in place, by code that samples can't run together.",
                 remedy="Compute out of place: y = 2 * x instead of x.mul_(2).",
             )
-        leaf.detach().copy_(kept)
+        leaf.detach().copy_(copied)
 
 
 def why(error: BaseException) -> str:
@@ -589,7 +589,7 @@ def _agreed_index(group: SampleGroup, index: Any) -> Any:
 @handles(*_both("equal", "allclose"), T.__contains__)
 def compare(group: SampleGroup, function: Callable, *args: Any, **kwargs: Any) -> bool:
     """Handles comparisons of tensors that return a bool."""
-    # In the block, the group is asked for the one bool of all samples.
+    # Within the block the group sees these ops, and compares the bools of samples.
     with group:
         if function is T.__contains__:
             return bool((args[0] == args[1]).any())

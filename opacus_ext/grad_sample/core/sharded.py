@@ -58,7 +58,7 @@ class Processes:
 
     def __init__(self, units: Sequence[FSDPModule]):
         self.units = units
-        # True while zeros run, as this process has no samples.
+        # This is True while zeros run, as this process has no samples.
         self.stands_in = False
         # True while samples run together.
         self._at_once = False
@@ -166,7 +166,7 @@ class Processes:
                 size = kind.size
                 if kind is zeros:
                     size = 0
-                # Layers gather in all processes, or in none: so all take these rounds.
+                # Layers gather in all processes or in none, so all take as many rounds.
                 rounds, _ = self.meet(ALONE, size)
                 for number in range(size):
                     one(kind, number)
@@ -187,7 +187,7 @@ class Processes:
             at_once(kind)
             return None
         except BranchesDiffer:
-            # The error is raised in all processes: no one has to be told.
+            # No process has to be told, as the error is raised in all of them.
             pass
         except Refused:
             raise
@@ -477,7 +477,7 @@ def reduced(shards: Sequence[DTensor], totals: Sequence[T]) -> list[DTensor]:
     count = mesh.size()
     rows = []
     for total in totals:
-        # All processes have shards of one size: the last ones are filled up with zeros.
+        # Shards must have one size everywhere, so the last ones are filled with zeros.
         missing = -len(total) % count
         if missing:
             zeros = total.new_zeros(missing, *total.shape[1:])

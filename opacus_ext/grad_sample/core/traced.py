@@ -73,11 +73,15 @@ class TracedValue(ParameterValue):
     edge = None
 
     def __init__(self, tensor: T, recipes: dict[int, Recipe]):
-        self.tensor, self.shape, self.key = tensor, tensor.shape, id(tensor)
-        self.shared, self.recipes = tensor.detach(), recipes
+        self.tensor = tensor
+        self.shape = tensor.shape
+        self.key = id(tensor)
+        self.shared = tensor.detach()
+        self.recipes = recipes
 
     def leaves(self) -> list[T]:
-        tensors, leaves = [self.tensor], {}
+        tensors = [self.tensor]
+        leaves = {}
         for tensor in tensors:
             key = id(tensor)
             if key in self.recipes:
@@ -304,7 +308,8 @@ class TracedGroup(SampleGroup):
         pairs = zip(data, data_dims)
         data_rows = tuple([tensor.ndim - dims for tensor, dims in pairs])
         rows = output.ndim - event_dims
-        # Clones, as data may be changed in place later; the compiler removes others.
+        # Data may be changed in place later. The compiler removes clones that are not
+        # needed.
         data = tuple([tensor.clone() for tensor in data])
         self.uses.append(ParameterUse(values, factors, rows, data, data_rows))
         self.likes.append((output.shape, output.dtype))
@@ -385,7 +390,7 @@ class TracedGroup(SampleGroup):
     def collect(
         self,
         saved: list[list[T]],
-        grads: Sequence[T | None],
+        gradients: Sequence[T | None],
         size: int,
         mask: T | None = None,
     ) -> GradSamples:
@@ -395,7 +400,7 @@ class TracedGroup(SampleGroup):
         """
         uses = [use._replace(data=data) for use, data in zip(self.uses, saved)]
         collector = Collector(self.all, size, uses, bundles=False, mask=mask)
-        for use, backprops in zip(uses, grads):
+        for use, backprops in zip(uses, gradients):
             if backprops is not None:
                 collector.add(use, backprops)
         collector.finish()

@@ -153,7 +153,7 @@ class Prints:
     """
 
     def __init__(self) -> None:
-        # Rows of signs' products ``[B, _SIGNS]``.
+        # The products of each sample, [B, _SIGNS], by the key of the backprops.
         self._prints: dict[int, T] = {}
         self._tolerances: list[float] = []
 
