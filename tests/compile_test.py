@@ -585,6 +585,31 @@ def test_outputs_that_are_none():
         private.step(torch.randn(size, 4, 3).double(), loss_fn)
 
 
+class Cache:
+    def __init__(self, rows):
+        self.rows = rows
+
+
+def test_an_output_that_is_an_object():
+    """It may hold samples, and refuses any use, as where samples run eagerly."""
+
+    def cached(m, x):
+        rows = m.layer(x) * x
+        return {"y": rows, "cache": Cache(rows)}
+
+    def loss_fn(model, batch):
+        return model(batch)["y"].flatten(1).square().sum(1)
+
+    model = net(cached, layer=(3, 3))().double()
+    private = make_private(model, "ghost_bk", batch_size=4)
+    private.module.compile(backend="eager", fullgraph=True)
+    batch = torch.randn(4, 4, 3).double()
+    private.step(batch, loss_fn)
+    assert programs_of(model) == 1
+    with pytest.raises(TypeError, match="output is a Cache, which may hold values"):
+        private.module(batch)["cache"].rows
+
+
 def test_refused():
     """What a program can't tell apart is not guessed."""
     model = model_of(Net)

@@ -320,8 +320,9 @@ class CompiledGroup(NamedTuple):
             for i, tensor in zip(used, tensors):
                 filled[i] = tensor
             bound, scale, mask, grads, saved = tree_unflatten(filled, spec)
-            given = mask, params, clipping, bound, scale
-            norms, sums = clip_samples(group, saved, grads, *given)
+            norms, sums = clip_samples(
+                group, saved, grads, mask, params, clipping, bound, scale
+            )
             return [norms, *sums]
 
         programs = self.traced.clips

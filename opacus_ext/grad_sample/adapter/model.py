@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from contextlib import contextmanager, nullcontext
-from typing import Any, Callable, ContextManager, Iterator, Sequence
+from typing import Any, Callable, ContextManager, Iterable, Iterator, Protocol, Sequence
 
 import torch
 from opacus.utils.fast_gradient_clipping_utils import DPTensorFastGradientClipping
@@ -41,6 +41,22 @@ from opacus_ext.refused import ProcessFailure, Refused, warn_once
 
 T = torch.Tensor
 _TOKENS = "num_items_in_batch"  # of models of transformers
+
+
+class PrivateOptimizer(Protocol):
+    """What a mode asks of the optimizer (optimizers/optimizer.py)."""
+
+    params: list[nn.Parameter]
+    ready: bool  # True if it has a clipped sum that no step has used
+
+    @property
+    def clipping_function(self) -> Callable[[T], T]:
+        """Returns the clipping function at its bound."""
+
+    def set_clipped_sums(
+        self, sums: Iterable[tuple[nn.Parameter, T]], norms: T
+    ) -> None:
+        """Takes the clipped sum of a batch."""
 
 
 class Mode:
@@ -306,10 +322,10 @@ class PrivateModel:
                 inputs = self.inputs.read(args, self._of_samples(kwargs))
                 record = self.record_type(self, inputs, forward)
                 if settings and self._can_compile(settings, inputs, module):
-                    call = self._inner()._call_impl
+                    run = self._inner()._call_impl
 
                     def code(sample: Any) -> Any:
-                        return call(*sample[0], **sample[1])
+                        return run(*sample[0], **sample[1])
 
                     record.compiled = self._programs(
                         CompiledModel, type(None), settings, code
@@ -375,10 +391,10 @@ class PrivateModel:
             inputs = self.inputs.read((), kwargs)
             record = self.record_type(self, inputs, loss)
             if self.settings is not None and self._can_compile(self.settings, inputs):
-                call = self._inner()._call_impl
+                run = self._inner()._call_impl
 
                 def code(sample: Any) -> T:
-                    return loss_of(call, **sample[1])
+                    return loss_of(run, **sample[1])
 
                 record.compiled = self._programs(
                     CompiledModel, type(loss_of), self.settings, code

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from opacus_ext.grad_sample.adapter.model import PrivateOptimizer
 from opacus_ext.grad_sample.adapter.settings import settings_of
 from opacus_ext.grad_sample.core.clip import ClippedSum
 from opacus_ext.grad_sample.modes.ghost import BookKeeping
@@ -103,7 +104,7 @@ class Auto(BookKeeping):
             return False
         return private.compiles and not private.has_compiled
 
-    def _set_grads(self, optimizer: Any, total: ClippedSum) -> None:
+    def _set_grads(self, optimizer: PrivateOptimizer, total: ClippedSum) -> None:
         """Called after the backward pass of a batch."""
         super()._set_grads(optimizer, total)
         if self._start is None or not len(total.norms):

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from opacus_ext.grad_sample.adapter.criterion import SampleCriterion
 from opacus_ext.grad_sample.adapter.forward import ForwardRecord
-from opacus_ext.grad_sample.adapter.model import PrivateModel
+from opacus_ext.grad_sample.adapter.model import PrivateModel, PrivateOptimizer
 from opacus_ext.grad_sample.adapter.outputs import (
     Dependencies,
     NotEqual,
@@ -334,7 +334,9 @@ class Ghost(PrivateMode):
         """Returns the flat clipping factors ``[B]`` of the last backward pass."""
         return (self.max_grad_norm / (self.get_norm_sample() + 1e-6)).clamp(max=1.0)
 
-    def clipped_backward(self, optimizer: Any, losses: T, scale: float = 1.0) -> None:
+    def clipped_backward(
+        self, optimizer: PrivateOptimizer, losses: T, scale: float = 1.0
+    ) -> None:
         """
         Sets ``p.grad`` of every trainable parameter to the clipped sum of the
         per-sample gradients of losses ``[B]``. Changes nothing if it is refused. See
@@ -379,7 +381,10 @@ class Ghost(PrivateMode):
         self.private.passes.add(record for record in sources.records if record.params)
 
     def clip(
-        self, optimizer: Any, samples: list[Samples], loss: Callable[[Any], T]
+        self,
+        optimizer: PrivateOptimizer,
+        samples: list[Samples],
+        loss: Callable[[Any], T],
     ) -> T:
         """
         Sets ``p.grad`` as :meth:`clipped_backward`, where ``loss`` calls the model with
@@ -392,7 +397,9 @@ class Ghost(PrivateMode):
         self._set_grads(optimizer, total)
         return losses
 
-    def _total(self, optimizer: Any, size: int, scale: float = 1.0) -> ClippedSum:
+    def _total(
+        self, optimizer: PrivateOptimizer, size: int, scale: float = 1.0
+    ) -> ClippedSum:
         if optimizer.ready:
             raise second_pass(f"To accumulate batches use {MEMORY_MANAGER}.")
         return self.private.clipped_sum(
@@ -414,7 +421,7 @@ class Ghost(PrivateMode):
         names = self.private.names
         return {names[parameter]: parameter for parameter in params}
 
-    def _set_grads(self, optimizer: Any, total: ClippedSum) -> None:
+    def _set_grads(self, optimizer: PrivateOptimizer, total: ClippedSum) -> None:
         self.per_sample_gradient_norms = total.norms
         sums = zip(optimizer.params, total.sums().values())
         optimizer.set_clipped_sums(sums, total.norms)

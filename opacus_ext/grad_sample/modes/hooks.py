@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from opacus_ext.grad_sample.adapter.forward import ForwardRecord
+from opacus_ext.grad_sample.adapter.model import PrivateOptimizer
 from opacus_ext.grad_sample.adapter.outputs import MeanLoss, dependencies_of
 from opacus_ext.grad_sample.adapter.passes import second_pass
 from opacus_ext.grad_sample.core.clip import DenseGrads, refuse_no_graph
@@ -81,7 +82,10 @@ class GradSampleMode(PrivateMode):
         return record.add_gradients(total, grads)
 
     def clip(
-        self, optimizer: Any, samples: list[Samples], loss: Callable[[Any], T]
+        self,
+        optimizer: PrivateOptimizer,
+        samples: list[Samples],
+        loss: Callable[[Any], T],
     ) -> T:
         """Sets ``p.grad_sample``; see :meth:`~modes.ghost.Ghost.clip`."""
         parameters = self.private.params
