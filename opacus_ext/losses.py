@@ -17,12 +17,12 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map
 
 from opacus_ext.grad_sample.adapter.criterion import AT_ONCE
 from opacus_ext.grad_sample.adapter.inputs import InputReader
 from opacus_ext.grad_sample.factors import upcast
 from opacus_ext.grad_sample.modes.common import private_model_of
+from opacus_ext.private_torch import tree_map
 from opacus_ext.refused import Refused
 
 __all__ = ["PerRecord", "PerSample", "cross_entropy", "model_losses", "sample_loss"]

@@ -24,7 +24,21 @@ from torch._functorch.vmap import lazy_load_decompositions  # noqa: F401
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket  # noqa: F401
 from torch.autograd.function import _SingleLevelFunction
 from torch.autograd.graph import _engine_run_backward
+from torch.nn.modules.batchnorm import _BatchNorm  # noqa: F401
+from torch.nn.modules.instancenorm import _InstanceNorm  # noqa: F401
 from torch.nn.utils import parametrize
+from torch.utils import _pytree as pytree  # noqa: F401
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass  # noqa: F401
+from torch.utils._pytree import (  # noqa: F401
+    TreeSpec,
+    keystr,
+    tree_flatten,
+    tree_flatten_with_path,
+    tree_leaves,
+    tree_map,
+    tree_map_only,
+    tree_unflatten,
+)
 
 T = torch.Tensor
 
@@ -38,7 +52,7 @@ is_wrapped: Callable[[Any], bool] = _functorch.is_functorch_wrapped_tensor
 unwrapped: Callable[[T], T] = _functorch.get_unwrapped
 #: Begins a vmap level over a number of samples, and returns the number of the level.
 begin_level: Callable[[int, str], int] = _functorch._vmap_increment_nesting
-end_level: Callable[[], None] = _functorch._vmap_decrement_nesting
+end_level: Callable[[], int] = _functorch._vmap_decrement_nesting
 #: Turns ``[B, *shape]`` into a tensor of one sample: of (x, dim, level).
 add_batch_dim: Callable[[T, int, int], T] = _functorch._add_batch_dim
 #: Returns ``[B, *shape]``, and expands shared tensors: of (x, level, size, dim).
@@ -55,6 +69,10 @@ push_level: Callable[[Any], Any] = _functorch.push_dynamic_layer_stack
 renewed: Callable[..., T] = torch.ops.aten._unsafe_view.default._op
 #: Returns True if the running backward pass reaches a node of the graph.
 will_run: Callable[[Any], bool] = torch._C._will_engine_execute_node
+#: Calls a function at the end of the running backward pass.
+call_after_backward: Callable[[Callable[[], None]], None] = (
+    torch.autograd.Variable._execution_engine.queue_callback
+)
 #: Leaves out autograd in the kernel of an op.
 below_autograd: Callable[[], Any] = _AutoDispatchBelowAutograd
 #: The base of autograd functions that run at one level of torch.func, as ops of torch.

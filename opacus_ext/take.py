@@ -15,8 +15,8 @@ from typing import Any, List, Optional, Set
 
 import torch
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
-from torch.utils._pytree import tree_leaves, tree_map
 
+from opacus_ext.private_torch import tree_leaves, tree_map
 from opacus_ext.refused import Refused
 
 T = torch.Tensor

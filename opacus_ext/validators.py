@@ -18,9 +18,9 @@ from opacus.validators.errors import (
     UnsupportedModuleError,
 )
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.parameter import is_lazy
+
+from opacus_ext.private_torch import _BatchNorm, _InstanceNorm
 
 #: Opacus refuses or replaces these; here they are trained as they are.
 TRAINED_AS_IS = (nn.LSTM, nn.GRU, nn.MultiheadAttention)

@@ -35,16 +35,16 @@ class Limit(NamedTuple):
 #: Where they are to end: 42,000 tokens of grad_sample, 125,000 of the package, 170,000
 #: of the tests; 8.0 a line, 12 conditionals, 25 comprehensions, 4 %, 6 letters.
 LIMITS = {
-    "opacus_ext/grad_sample": Limit(86000, 9.3, 34, 57, 1.2, 4.6, 210),
-    "opacus_ext": Limit(204000, 8.7, 30, 45, 1.3, 4.9, 520),
-    "tests": Limit(296000, 10.6, 15, 41, 0.9, 4.3, 17),
+    "opacus_ext/grad_sample": Limit(87000, 8.0, 10, 23, 3.9, 5.8, 133),
+    "opacus_ext": Limit(205000, 8.1, 19, 31, 2.4, 5.4, 442),
+    "tests": Limit(296700, 10.5, 14, 40, 0.9, 4.4, 17),
 }
 #: Of parts that have no other limits.
 TOKENS = {"opacus_ext/planner": 26800, "opacus_ext/re_attention": 15710}
 #: Mechanisms of grad_sample. Where they are to end: as few as can be.
-GLOBALS, MODES, SUBCLASSES = 8, 4, 20
+GLOBALS, MODES, SUBCLASSES = 8, 5, 9
 #: A step of "ghost_bk". Where it is to end: 130 functions, 14 files, 150 changes.
-FUNCTIONS, FILES, CHANGES = 320, 32, 960
+FUNCTIONS, FILES, CHANGES = 355, 33, 439
 #: All private functions of torch stand here.
 PRIVATE, PRIVATE_LINES = "opacus_ext/private_torch.py", 120
 #: Parts of the package from bottom to top. A module imports those of rows before its

@@ -8,9 +8,9 @@ from typing import Any, Iterable, List, Tuple
 import numpy as np
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves, tree_map
 
 from opacus_ext.checks.subject import LossFn
+from opacus_ext.private_torch import tree_leaves, tree_map
 from opacus_ext.refused import Refused
 
 

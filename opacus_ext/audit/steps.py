@@ -9,7 +9,6 @@ import numpy as np
 import torch
 from scipy.stats import chi2
 from torch import nn
-from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 from opacus_ext.audit import canaries as inserted
@@ -18,6 +17,7 @@ from opacus_ext.audit.report import Audit, Finding
 from opacus_ext.checks.subject import LossFn, no_dropout
 from opacus_ext.engine import PrivacyEngine
 from opacus_ext.losses import PerSample
+from opacus_ext.private_torch import tree_map
 from opacus_ext.progress import progress
 from opacus_ext.refused import Refused
 

@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, default_collate
 
 from opacus_ext.audit import bounds
@@ -15,6 +14,7 @@ from opacus_ext.audit.report import Audit, Finding
 from opacus_ext.audit.steps import PrivateStep
 from opacus_ext.checks.subject import LossFn
 from opacus_ext.data.sampling import Poisson, Sampling
+from opacus_ext.private_torch import tree_map
 from opacus_ext.progress import progress
 
 

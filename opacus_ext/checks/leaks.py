@@ -6,9 +6,9 @@ from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from opacus_ext.checks.subject import Subject, T, close
+from opacus_ext.private_torch import tree_leaves
 
 _MODULE = (
     "Let it compute each sample by itself: GroupNorm in the place of BatchNorm (opacus."

@@ -8,8 +8,8 @@ from typing import Any, Callable, NamedTuple
 import torch
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from opacus_ext.private_torch import tree_flatten, tree_unflatten
 from opacus_ext.refused import Refused
 
 T = torch.Tensor

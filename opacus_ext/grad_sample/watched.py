@@ -28,12 +28,12 @@ from opacus.grad_sample.grad_sample_module_fast_gradient_clipping import (
 from opacus.grad_sample.gsm_base import OPACUS_PARAM_MONKEYPATCH_ATTRS
 from opacus.utils.module_utils import has_trainable_params
 from torch import nn
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from opacus_ext.grad_sample.core.clipped_grads import per_sample_grads
 from opacus_ext.grad_sample.layouts import Call, Layout, layout_of, plain, random_part
 from opacus_ext.grad_sample.parallel.sharding import group_of
 from opacus_ext.grad_sample.samplers import LAYERS, describe, trained_parameters
+from opacus_ext.private_torch import tree_flatten, tree_leaves, tree_unflatten
 from opacus_ext.refused import Refused
 
 T = torch.Tensor

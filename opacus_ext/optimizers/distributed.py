@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, Dict, List, Optional, Sequence, Tuple
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate
-from torch.utils._pytree import tree_leaves
 
 from opacus_ext.grad_sample.core.sharded import in_buckets
 from opacus_ext.grad_sample.parallel.group import ExpertGroup
@@ -19,6 +18,7 @@ from opacus_ext.optimizers.optimizer import (
     GhostDPOptimizer,
     HooksDPOptimizer,
 )
+from opacus_ext.private_torch import tree_leaves
 from opacus_ext.refused import STAGES, ProcessFailure, Refused, failed_elsewhere
 
 if TYPE_CHECKING:

@@ -20,7 +20,6 @@ from opacus.utils.uniform_sampler import (
 )
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
 from torch.utils.data import (
     DataLoader,
     DistributedSampler,
@@ -35,6 +34,7 @@ from opacus_ext.grad_sample.adapter.passes import Passes, mark
 from opacus_ext.ledger import note_broken
 from opacus_ext.optimizers.draws import DrawCounter, state_of
 from opacus_ext.optimizers.optimizer import ClippingOptimizer
+from opacus_ext.private_torch import tree_leaves
 from opacus_ext.refused import Refused, warn_once
 
 # -- the loader ------------------------------------------------------------------------

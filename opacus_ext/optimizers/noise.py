@@ -238,11 +238,11 @@ class NoisyOptimizer(Base):
                 noise = self._row(*given)
                 torch.add(noise, total, alpha=1 / divisor, out=total)
         for (_, _, generator), pairs in small.items():
-            members, totals = zip(*pairs)
-            sizes = [x.numel() for x in totals]
-            noise = self._row(members, totals[0], (sum(sizes),), std, generator)
-            each = [x.view_as(y) for x, y in zip(noise.split(sizes), totals)]
-            torch._foreach_add_(totals, each)
+            members, sums = zip(*pairs)
+            sizes = [total.numel() for total in sums]
+            noise = self._row(members, sums[0], (sum(sizes),), std, generator)
+            each = [x.view_as(y) for x, y in zip(noise.split(sizes), sums)]
+            torch._foreach_add_(sums, each)
         divide(undivided, divisor)
         if self.correlated is not None:
             self.correlated.taken += 1

@@ -20,8 +20,8 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.utils._pytree import tree_map_only
 
+from opacus_ext.private_torch import tree_map_only
 from opacus_ext.refused import Refused
 
 _BY_CLASS, _WHOLE = "TRANSFORMER_BASED_WRAP", "NO_WRAP"

@@ -18,7 +18,6 @@ from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple, Union
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from torch.utils.data import DataLoader
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
@@ -35,6 +34,7 @@ from opacus_ext.grad_sample.core.groups import Samples, samples_of
 from opacus_ext.losses import PerRecord, sample_loss
 from opacus_ext.misuse import check_delta, check_size
 from opacus_ext.monitor import Monitor
+from opacus_ext.private_torch import tree_flatten, tree_map, tree_unflatten
 from opacus_ext.private_training import Basis, PrivateTraining, Same
 from opacus_ext.refused import Refused
 from opacus_ext.trainer.arguments import PrivacyArguments

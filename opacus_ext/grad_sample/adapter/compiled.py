@@ -11,7 +11,6 @@ from typing import Any, Callable, NamedTuple, Sequence, Union, cast
 
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from opacus_ext.grad_sample.adapter.functions import (
     Code,
@@ -35,7 +34,7 @@ from opacus_ext.grad_sample.core.values import key_of, key_of_tree
 from opacus_ext.grad_sample.factors import full_precision
 from opacus_ext.grad_sample.rules import NotAtOnce
 from opacus_ext.private_torch import dynamo_config as config
-from opacus_ext.private_torch import is_batched
+from opacus_ext.private_torch import is_batched, tree_flatten, tree_map, tree_unflatten
 
 T = torch.Tensor
 Total = Union[ClippedSum, DenseGrads]

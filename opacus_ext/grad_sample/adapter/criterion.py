@@ -8,18 +8,13 @@ from typing import Any, Callable, Hashable, Iterable, Sequence
 import numpy as np
 import torch
 from torch import nn
-from torch.utils._pytree import (
-    TreeSpec,
-    tree_flatten,
-    tree_leaves,
-    tree_unflatten,
-)
 
 from opacus_ext.grad_sample.adapter.outputs import SQUEEZED, NotEqual
 from opacus_ext.grad_sample.adapter.state import State
 from opacus_ext.grad_sample.core.group import SampleGroup
 from opacus_ext.grad_sample.core.groups import Samples, in_groups
 from opacus_ext.grad_sample.core.values import key_of_tree, set_apart
+from opacus_ext.private_torch import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 from opacus_ext.refused import Refused, add_note
 
 T = torch.Tensor

@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any, Callable, ContextManager, NamedTuple, Sequence, cast
 
 import torch
-from torch.utils._pytree import tree_leaves
 
 from opacus_ext.grad_sample.adapter.advice import sample_of
 from opacus_ext.grad_sample.adapter.compiled import (
@@ -44,7 +43,7 @@ from opacus_ext.grad_sample.core.gradients import (
 from opacus_ext.grad_sample.core.group import SampleGroup
 from opacus_ext.grad_sample.core.groups import Samples, version, warn_one_by_one
 from opacus_ext.grad_sample.rules import NotAtOnce
-from opacus_ext.private_torch import is_batched
+from opacus_ext.private_torch import is_batched, tree_leaves
 from opacus_ext.refused import Refused, add_note
 
 T = torch.Tensor

@@ -12,7 +12,6 @@ from typing import Any, Callable, Sequence
 import torch
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from opacus_ext.grad_sample.adapter.outputs import NotEqual, is_hidden
 from opacus_ext.grad_sample.core.clip import GroupNorms, norms_and_sums
@@ -20,7 +19,7 @@ from opacus_ext.grad_sample.core.gradients import no_autocast
 from opacus_ext.grad_sample.core.groups import Samples
 from opacus_ext.grad_sample.core.traced import TracedGroup
 from opacus_ext.grad_sample.rules import NotAtOnce
-from opacus_ext.private_torch import is_batched
+from opacus_ext.private_torch import is_batched, tree_flatten, tree_unflatten
 
 T = torch.Tensor
 Code = Callable[[Any], Any]  # runs a sample, the tree of its arguments

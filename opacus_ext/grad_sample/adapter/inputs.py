@@ -15,7 +15,6 @@ from typing import Any, Callable, NamedTuple, Sequence
 
 import torch
 from torch import nn
-from torch.utils._pytree import TreeSpec, keystr, tree_unflatten
 from torch.utils.weak import WeakIdKeyDictionary
 
 from opacus_ext.grad_sample.adapter import advice
@@ -29,6 +28,7 @@ from opacus_ext.grad_sample.core.groups import (
     version,
 )
 from opacus_ext.grad_sample.core.values import set_apart
+from opacus_ext.private_torch import TreeSpec, keystr, tree_unflatten
 from opacus_ext.refused import Refused, warn_once
 
 T = torch.Tensor

@@ -12,7 +12,6 @@ from opacus.utils.fast_gradient_clipping_utils import DPTensorFastGradientClippi
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.parallel import DistributedDataParallel as DDP
-from torch.utils._pytree import tree_map_only
 
 from opacus_ext.grad_sample.adapter.compiled import (
     CompiledModel,
@@ -36,7 +35,7 @@ from opacus_ext.grad_sample.core.group import SampleGroup
 from opacus_ext.grad_sample.core.groups import Samples, in_groups
 from opacus_ext.grad_sample.core.values import memory
 from opacus_ext.grad_sample.core.vmap import cache_kept, checkpoint_around
-from opacus_ext.private_torch import is_batched, set_compiler, skip
+from opacus_ext.private_torch import is_batched, set_compiler, skip, tree_map_only
 from opacus_ext.refused import ProcessFailure, Refused, warn_once
 
 T = torch.Tensor

@@ -8,18 +8,18 @@ from typing import Any, Callable, NamedTuple, NoReturn, Sequence
 import numpy as np
 import torch
 from torch.nn.utils.rnn import PackedSequence
-from torch.utils._pytree import (
+
+from opacus_ext.grad_sample.adapter.objects import PLAIN, holds_data
+from opacus_ext.grad_sample.core.values import are_same, as_bits
+from opacus_ext.private_torch import (
     TreeSpec,
     keystr,
     tree_flatten,
     tree_flatten_with_path,
     tree_leaves,
     tree_unflatten,
+    will_run,
 )
-
-from opacus_ext.grad_sample.adapter.objects import PLAIN, holds_data
-from opacus_ext.grad_sample.core.values import are_same, as_bits
-from opacus_ext.private_torch import will_run
 from opacus_ext.refused import Refused
 
 T = torch.Tensor

@@ -11,10 +11,10 @@ import math
 from typing import Any, Iterable, NamedTuple, Protocol
 
 import torch
-from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 from opacus_ext.grad_sample.core.values import have_same_bits
+from opacus_ext.private_torch import tree_leaves
 from opacus_ext.refused import Refused
 
 T = torch.Tensor

@@ -9,7 +9,6 @@ from typing import Any, Callable, Mapping, NamedTuple, Sequence
 import numpy as np
 import torch
 from torch.distributed.fsdp import FSDPModule
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from torch.utils.weak import WeakIdKeyDictionary
 
 from opacus_ext.clipping import as_clipping_function, check_parameters
@@ -46,6 +45,7 @@ from opacus_ext.grad_sample.core.sharded import (
 from opacus_ext.grad_sample.core.traced import TracedGroup
 from opacus_ext.grad_sample.factors import dtype_of, tf32_settings
 from opacus_ext.grad_sample.rules import NotAtOnce
+from opacus_ext.private_torch import TreeSpec, tree_flatten, tree_unflatten
 from opacus_ext.refused import Refused
 
 T = torch.Tensor

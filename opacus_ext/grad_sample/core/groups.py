@@ -20,12 +20,11 @@ import numpy as np
 import torch
 from torch import nn
 from torch.nn import init
-from torch.utils import _pytree as pytree
 
 from opacus_ext.grad_sample.core.group import BranchesDiffer, SampleGroup
 from opacus_ext.grad_sample.core.values import key_of, key_of_tree, set_apart
 from opacus_ext.grad_sample.rules import NotAtOnce, handles
-from opacus_ext.private_torch import is_batched
+from opacus_ext.private_torch import is_batched, pytree
 from opacus_ext.refused import Refused
 
 T = torch.Tensor

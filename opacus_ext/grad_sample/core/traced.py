@@ -14,7 +14,6 @@ from typing import Any, Callable, ContextManager, Iterable, NamedTuple, Sequence
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_unflatten
 
 from opacus_ext.grad_sample.core.gradients import (
     UNSEEN,
@@ -32,7 +31,7 @@ from opacus_ext.grad_sample.rules import (
     NotAtOnce,
     Op,
 )
-from opacus_ext.private_torch import is_batched, renewed
+from opacus_ext.private_torch import is_batched, renewed, tree_unflatten
 
 T = torch.Tensor
 

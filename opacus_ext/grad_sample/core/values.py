@@ -13,10 +13,9 @@ from typing import Any, Hashable, NamedTuple, Sequence
 import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-from torch.utils._pytree import TreeSpec
 
 from opacus_ext.grad_sample.core.vmap import innermost
+from opacus_ext.private_torch import TreeSpec, is_traceable_wrapper_subclass
 
 T = torch.Tensor
 

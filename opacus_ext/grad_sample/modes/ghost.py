@@ -12,7 +12,6 @@ import torch
 from opacus.utils import fast_gradient_clipping_utils as stock
 from torch import nn
 from torch.autograd.graph import GradientEdge
-from torch.utils._pytree import tree_leaves, tree_map
 
 from opacus_ext.grad_sample.adapter.criterion import SampleCriterion
 from opacus_ext.grad_sample.adapter.forward import ForwardRecord
@@ -40,7 +39,7 @@ from opacus_ext.grad_sample.modes.common import (
     not_private,
     of_other_sizes,
 )
-from opacus_ext.private_torch import DisableTorchFunctionSubclass
+from opacus_ext.private_torch import DisableTorchFunctionSubclass, tree_leaves, tree_map
 from opacus_ext.refused import Refused, warn_once
 
 T = torch.Tensor

@@ -20,7 +20,7 @@ from opacus_ext.grad_sample.modes.common import (
     not_private,
     of_other_sizes,
 )
-from opacus_ext.private_torch import will_run
+from opacus_ext.private_torch import call_after_backward, will_run
 
 T = torch.Tensor
 
@@ -76,7 +76,7 @@ class GradSampleMode(PrivateMode):
         record.mark_done()
         # The callback comes once, at the end of the whole backward pass.
         if not self._backward:
-            torch.autograd.Variable._execution_engine.queue_callback(self._finish)
+            call_after_backward(self._finish)
         total = DenseGrads(record.params, record.size)
         self._backward.append((record, total))
         return record.add_gradients(total, grads)
