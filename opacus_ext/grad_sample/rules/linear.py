@@ -186,6 +186,7 @@ def layer_norm(
 ) -> Op:
     """Scale and shift ``[*normalized_shape]``."""
     shape = tuple(normalized_shape)
+    dims = len(shape)
     factors = partial(_layer_norm, shape, eps)
 
     def run_all(params: Sequence[T | None], inputs: T) -> T:
@@ -195,8 +196,8 @@ def layer_norm(
         params=(weight, bias),
         data=(input,),
         factors=factors,
-        event_dims=len(shape),
-        data_dims=(len(shape),),
+        event_dims=dims,
+        data_dims=(dims,),
         run_all=run_all,
     )
 
