@@ -179,7 +179,8 @@ class OuterProducts(Term):
             # The caller may write to the result, but not to the factor.
             return add_into(total, self.flat.to(dtype, copy=total is None))
         if len(self.dense) == 2 and total is None:
-            return times(self.dense[0].mT, self.dense[1], dtype).flatten(1)
+            left, right = self.dense
+            return times(left.mT, right, dtype).flatten(1)
         left, right, *others = [rows.to(dtype) for rows in self.dense]
         right = functools.reduce(rows_product, others, right)
         if total is None:
@@ -203,7 +204,8 @@ class OuterProducts(Term):
             target = total if order == axes else None
             if target is None:
                 target = left.new_zeros(self.batch_size, size, left.shape[1])
-            table = target.view(-1, left.shape[1]).index_add_(0, places, left)
+            table = target.view(-1, left.shape[1])
+            table = table.index_add_(0, places, left)
             if target is total:
                 return total
         # The axes are put into the order that they have in the parameter.
@@ -308,7 +310,8 @@ class OuterProducts(Term):
             rows = self.dense[0].to(self.dtype).flatten(0, 1)
             places, _ = places_of(self.onehot)
             squares = square_of_sums(rows, places, self.batch_size)
-            return Squares(squares, least_of_entries(self.size(), self.dtype))
+            least = least_of_entries(self.size(), self.dtype)
+            return Squares(squares, least)
         return inner(self.factors, None, self.dtype)
 
     def size(self) -> T:
@@ -328,14 +331,16 @@ class OuterProducts(Term):
             return OuterProducts(gradients[:, :, rows].flatten(2))
         if not isinstance(first, OneHot):
             return OuterProducts(first[:, :, rows], *others)
-        is_inside = (first.index >= rows.start) & (first.index < rows.stop)
-        index = torch.where(is_inside, first.index - rows.start, 0)
+        index = first.index - rows.start
+        size = rows.stop - rows.start
+        is_inside = (index >= 0) & (index < size)
+        index = torch.where(is_inside, index, 0)
         # Zeros in one dense factor leave out the rows of other indices.
         for position, factor in enumerate(others):
             if not isinstance(factor, OneHot):
                 others[position] = torch.where(is_inside.unsqueeze(-1), factor, 0)
                 break
-        return OuterProducts(OneHot(index, rows.stop - rows.start), *others)
+        return OuterProducts(OneHot(index, size), *others)
 
 
 # -- cost model ------------------------------------------------------------------------
@@ -534,7 +539,8 @@ class GradSample:
         batch_size: int,
         rows: T | None = None,
     ):
-        self.shape, self.numel = torch.Size(shape), product(shape)
+        self.shape = torch.Size(shape)
+        self.numel = product(shape)
         self.batch_size = batch_size
         #: Bytes of the materialized gradients that are kept for the clipped sum.
         self.cached_bytes = 0

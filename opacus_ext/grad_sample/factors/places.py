@@ -71,7 +71,7 @@ def groups_of(
     if len(order) >= large * len(keys):
         sizes = counts.tolist()
         columns = [rows.index_select(0, order).split(sizes) for rows in dense]
-        for key, group in zip(keys.tolist(), zip(*columns)):
+        for key, *group in zip(keys.tolist(), *columns):
             yield slice(key, key + 1), [rows[None] for rows in group]
         return
     starts = counts.cumsum(0) - counts

@@ -42,7 +42,8 @@ def attention(
             dims = max(dims, tensor.ndim - 1)
             if tensor.ndim < 5:
                 size, *shape = tensor.shape
-                tensor = tensor.reshape(size, *[1] * (5 - tensor.ndim), *shape)
+                ones = [1] * (5 - tensor.ndim)
+                tensor = tensor.reshape(size, *ones, *shape)
             batches.add(tensor.shape[:2])
         tensors.append(tensor)
     batch = batches.pop()

@@ -50,7 +50,7 @@ def conv(
     dilation = _of_each_dim(dilation, dims)
     if padding == "same":
         spans = [step * (size - 1) for step, size in zip(dilation, kernel)]
-        # torch pads an odd span by one more on one side: it is left to the general way.
+        # torch pads an odd span by one more on one side, which no setting can say.
         if any(span % 2 for span in spans):
             return None
         padding = [span // 2 for span in spans]
@@ -180,8 +180,10 @@ class ConvGradients(Term):
         backprops: T,
         inputs: T,
     ):
-        self.layer, self.backprops, self.inputs = layer, backprops, inputs
-        self.batch_size, self.device = len(inputs), inputs.device
+        self.layer = layer
+        self.backprops, self.inputs = backprops, inputs
+        self.batch_size = len(inputs)
+        self.device = inputs.device
         self.dtype = dtype_of(backprops.dtype)
         # The shape of numbers ``[B]`` that are broadcast to backprops and inputs.
         self._column = (-1,) + (1,) * (inputs.dim() - 1)

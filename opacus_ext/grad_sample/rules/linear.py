@@ -27,12 +27,14 @@ Factors = list[tuple[Factor, ...]]
 def _linear(backprops: T, activations: T) -> Factors:
     """Returns the factors of ``W [out, in]`` and its bias."""
     # Under autocast the op uses the cast input.
-    return [(backprops, activations.to(backprops.dtype)), (backprops,)]
+    activations = activations.to(backprops.dtype)
+    return [(backprops, activations), (backprops,)]
 
 
 def _product(backprops: T, activations: T) -> Factors:
     """Returns the factors of ``w [in, out]`` and of an added bias."""
-    return [(activations.to(backprops.dtype), backprops), (backprops,)]
+    activations = activations.to(backprops.dtype)
+    return [(activations, backprops), (backprops,)]
 
 
 def _stack(backprops: T, activations: T) -> Factors:
@@ -170,7 +172,8 @@ def _layer_norm(
         normalized = F.layer_norm(inputs, shape, eps=eps)
     # A scale's gradient is one number an entry: the factor covers all its axes.
     of_scale = normalized.to(backprops.dtype) * backprops
-    return [(of_scale.flatten(2),), (backprops.flatten(2),)]
+    of_shift = backprops
+    return [(of_scale.flatten(2),), (of_shift.flatten(2),)]
 
 
 @register_rule(F.layer_norm)
@@ -183,6 +186,7 @@ def layer_norm(
 ) -> Op:
     """Scale and shift ``[*normalized_shape]``."""
     shape = tuple(normalized_shape)
+    dims = len(shape)
     factors = partial(_layer_norm, shape, eps)
 
     def run_all(params: Sequence[T | None], inputs: T) -> T:
@@ -192,8 +196,8 @@ def layer_norm(
         params=(weight, bias),
         data=(input,),
         factors=factors,
-        event_dims=len(shape),
-        data_dims=(len(shape),),
+        event_dims=dims,
+        data_dims=(dims,),
         run_all=run_all,
     )
 
@@ -238,7 +242,8 @@ def group_norm(
                 return NotImplemented
             param = param.expand(size, channels).flatten()
         params.append(param)
-    rows = input.transpose(0, 1).flatten(1, 2)  # [N, B * channels, *space]
+    # The rows of all samples are ``[N, B * channels, *space]``.
+    rows = input.transpose(0, 1).flatten(1, 2)
     scale, shift = params
     outputs = F.group_norm(rows, num_groups * size, scale, shift, eps)
     outputs = outputs.unflatten(1, (size, channels))

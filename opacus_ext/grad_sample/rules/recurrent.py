@@ -66,7 +66,8 @@ def _of_lstm(gates: T, state: T, memory: T) -> tuple[T, T]:
         input_gate - input_gate * candidate * candidate,
         shown * of_output_gate,
     ]
-    return torch.stack(slopes, dim=-2), output_gate - output_gate * shown * shown
+    of_memory = output_gate - output_gate * shown * shown
+    return torch.stack(slopes, dim=-2), of_memory
 
 
 def _gru_gates(of_input: T, of_state: T, state: T) -> Tensors:
@@ -188,7 +189,8 @@ class _Scan(torch.autograd.Function):
         context.cell = cell
         context.save_for_backward(weight, of_input, of_state, *before)
         outputs = torch.stack([step[0] for step in states[1:]])
-        return (outputs, *[state.clone() for state in states[-1]])
+        final = [state.clone() for state in states[-1]]
+        return (outputs, *final)
 
     @staticmethod
     @once_differentiable
@@ -214,7 +216,8 @@ class _Scan(torch.autograd.Function):
                     gradients[:, :-1].mul_(grads[1].unsqueeze(1))
                     gradients[:, -1].mul_(grads[0])
                 grads[-1] = gradients[:, 0]
-                of_gates = gradients[:, 1:].flatten(1)[:, -size:]
+                of_gates = gradients[:, 1:].flatten(1)
+                of_gates = of_gates[:, -size:]
                 if of_memory is None:
                     grads[0].addmm_(of_gates, weight)
                 else:
@@ -341,16 +344,17 @@ def _direction(
         inputs = inputs.flip(0)
     with group:
         of_input = group.inner(F.linear(inputs, w_ih, b_ih))
-    states = [group.inner(group.own(tensor)).to(w_hh.dtype) for tensor in state]
+    states = [group.inner(group.own(tensor)) for tensor in state]
     # Outside of the vmap level, the rows of all samples are one batch.
     with group.outside():
         of_input = _rows_of_all(of_input.to(w_hh.dtype))
-        first = tuple([tensor.flatten(0, 1) for tensor in states])
+        first = tuple([tensor.to(w_hh.dtype).flatten(0, 1) for tensor in states])
         if by_kernel(of_input):
             results, leaves = _by_kernel(function, of_input, first, w_hh, b_hh)
             connect = partial(_Kernel.apply, cell, results, leaves)
-            outputs = torch.cat([first[0].unsqueeze(0), results[0]])
-            previous = outputs.detach()[:-1]
+            outputs = results[0].detach()
+            initial = first[0].detach().unsqueeze(0)
+            previous = torch.cat([initial, outputs[:-1]])
         else:
             scanned = _by_scan(cell, of_input, first, w_hh, b_hh)
             columns = zip(*scanned[:-1])
