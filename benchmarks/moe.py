@@ -84,7 +84,7 @@ from transformers.models.switch_transformers.modeling_switch_transformers import
 )
 
 from opacus_ext.grad_sample.factors import Factor
-from opacus_ext.grad_sample.rules.experts import OfExperts
+from opacus_ext.grad_sample.rules import experts
 from opacus_ext.layers import SwitchFeedForward, TopKFeedForward
 
 WIDTH, HIDDEN, LAYERS, VOCABULARY = 64, 256, 2, 256
@@ -254,11 +254,15 @@ def model_and_data(case: Case, device: str) -> Tuple[nn.Module, TensorDataset]:
 # -- modes -------------------------------------------------------------------------
 
 
-GATHERED = OfExperts.__call__
+GATHERED = experts._experts
 
 
 def padded_by_sample(
-    self: OfExperts, backprops: torch.Tensor, x: torch.Tensor, index: torch.Tensor
+    size: int,
+    transposed: bool,
+    backprops: torch.Tensor,
+    x: torch.Tensor,
+    index: torch.Tensor,
 ) -> List[Tuple[Factor, ...]]:
     """
     The factors of rows that were sent to experts, but padded: each expert's tokens as
@@ -269,14 +273,14 @@ def padded_by_sample(
     Source: DP mixture of experts, "Expert per-sample gradient computation" (here only
     the per-sample gradients see the padding, not the experts).
     """
-    ((expert, *rows),) = GATHERED(self, backprops, x, index)
-    chosen = F.one_hot(expert.index, self.size)
+    ((expert, *rows),) = GATHERED(size, transposed, backprops, x, index)
+    chosen = F.one_hot(expert.index, size)
     place = chosen.cumsum(1).sub(1).gather(2, expert.index[..., None]).squeeze(2)
     sample = torch.arange(len(index), device=index.device)[:, None]
     most = int(chosen.sum(1).max()) if index.numel() else 0
 
     def pad(x: torch.Tensor) -> torch.Tensor:
-        wide = x.new_zeros(len(x), self.size, most, x.shape[2])
+        wide = x.new_zeros(len(x), size, most, x.shape[2])
         return wide.index_put((sample, expert.index, place), x)
 
     grads = torch.einsum("beci,beco->beio", *map(pad, rows))
@@ -293,7 +297,7 @@ def batched(way: str) -> Callable[[nn.Module, TensorDataset, str], Step]:
         inner = private(model, data, mode)
 
         def step() -> None:
-            with patch.object(OfExperts, "__call__", WAYS[way]):
+            with patch.object(experts, "_experts", WAYS[way]):
                 inner()
 
         return step
