@@ -17,14 +17,18 @@ from opacus_ext.clipping import (
     register_clipping,
 )
 from opacus_ext.engine import PrivacyEngine
-from opacus_ext.grad_sample.core.clipped_grads import (
+from opacus_ext.grad_sample import (
     ClippedGrads,
+    GradSample,
+    OneHot,
+    Op,
     PerSampleGrads,
+    as_op,
     clipped_grads,
     per_sample_grads,
+    register_rule,
+    workspace,
 )
-from opacus_ext.grad_sample.factors import GradSample, OneHot, workspace
-from opacus_ext.grad_sample.rules import Op, as_op, register_rule
 from opacus_ext.monitor import Monitor
 from opacus_ext.re_attention import ErrorTracker, track_errors
 from opacus_ext.refused import Refused
