@@ -264,13 +264,17 @@ def test_calls_of_a_layer(name):
             return forward, forward
         given = dict(batch_size=4, criterion=nn.MSELoss())
         parts = make_private(model, "ghost_bk", **given)
-        for _ in range(2):  # what is decided for these sizes is decided in the first
+        turns = []
+        # What is decided for these sizes is decided in the first turn. Later ones may
+        # have calls of others: of the collector of garbage.
+        for _ in range(4):
             parts.optimizer.zero_grad()
             forward, y = counted(parts.module, x)
             loss = parts.criterion(y, torch.randn(4, 3))
             backward, _ = counted(loss.backward)
             step, _ = counted(parts.optimizer.step)
-        return forward, forward + backward + step
+            turns.append((forward, forward + backward + step))
+        return min(turns)[0], min(total for _, total in turns)
 
     more = [calls(20, private) for private in (False, True)]
     less = [calls(10, private) for private in (False, True)]
