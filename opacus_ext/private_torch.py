@@ -88,6 +88,8 @@ def gradients(
     Does as ``torch.autograd.grad(outputs, inputs, grads, allow_unused=True)``, which
     looks at each of the inputs three times more.
     """
+    if not inputs:  # for the engine that means all leaves, whose .grad it would change
+        return ()
     given = tuple(grads), retain_graph, False, tuple(inputs)
     return _engine_run_backward(
         tuple(outputs), *given, allow_unreachable=True, accumulate_grad=False
