@@ -37,7 +37,7 @@ class Limit(NamedTuple):
 LIMITS = {
     "opacus_ext/grad_sample": Limit(87100, 8.0, 10, 23, 3.9, 5.8, 133),
     "opacus_ext": Limit(205100, 8.1, 19, 31, 2.4, 5.4, 442),
-    "tests": Limit(296700, 10.5, 14, 40, 0.9, 4.4, 17),
+    "tests": Limit(297000, 10.5, 14, 40, 0.9, 4.4, 17),
 }
 #: Of parts that have no other limits.
 TOKENS = {"opacus_ext/planner": 26800, "opacus_ext/re_attention": 15710}
