@@ -284,5 +284,5 @@ def test_a_compiled_step_starts_few_kernels(cost, monkeypatch):
         cost.count_mode(f"{name}, compiled", shape, False)
         for name in ("non-private", "ghost_bk")
     )
-    assert len(private.launches) < 0.92 * len(plain.launches)
+    assert len(private.launches) < 0.94 * len(plain.launches)
     assert not any(x.op == "attach" for x in private.launches)

@@ -26,7 +26,7 @@ T = torch.Tensor
 # A print has this many numbers, which are hardly ever all small by chance.
 _SIGNS = 8
 # Longer rows are cut into parts of this width, which have the same signs.
-_WIDE = 2**15
+_WIDE = 2**14
 
 
 @torch.no_grad()
