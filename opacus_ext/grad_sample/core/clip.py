@@ -24,6 +24,7 @@ from opacus_ext.grad_sample.factors import (
     dtype_of,
     full_precision,
     norm_of_each,
+    real_rows,
     rounded_down,
     sample_norms,
     scaled_norms,
@@ -762,9 +763,7 @@ def no_graph() -> Refused:
 
 def digest(backprops: T) -> T:
     """Returns each sample's gradient norm and a weighted sum of entries, ``[2, B]``."""
-    if backprops.is_complex():
-        backprops = torch.view_as_real(backprops.resolve_conj())
-    flat = upcast(backprops.flatten(1) if backprops.dim() > 1 else backprops[:, None])
+    flat = real_rows(backprops)
     weights = torch.linspace(1, 2, flat.shape[1], dtype=flat.dtype, device=flat.device)
     parts = zip(flat.split(2**20, 1), weights.split(2**20))  # long products round
     total = functools.reduce(torch.add, (x @ w for x, w in parts))

@@ -19,7 +19,7 @@ from opacus_ext.grad_sample.core.gradients import (
     ParameterUse,
     run_backward,
 )
-from opacus_ext.grad_sample.factors import GradSample, full_precision, upcast
+from opacus_ext.grad_sample.factors import GradSample, full_precision, real_rows
 from opacus_ext.refused import Refused
 
 T = torch.Tensor
@@ -160,9 +160,7 @@ class Prints:
     def add(self, key: int, backprops: T) -> None:
         """Adds the print of some backprops ``[B, ...]``, under a key."""
         self._tolerances.append(1e-3 if backprops.dtype.itemsize >= 4 else 0.03)
-        if backprops.is_complex():
-            backprops = torch.view_as_real(backprops.resolve_conj())
-        flat = upcast(backprops).reshape(len(backprops), -1)
+        flat = real_rows(backprops)
         # A part is replaced by its products, so that few signs are in memory.
         while flat.shape[1] > _WIDE:
             end = flat.shape[1] // _WIDE * _WIDE

@@ -23,6 +23,7 @@ from opacus_ext.grad_sample.factors.rows import (  # noqa: F401
     dtype_of,
     full_precision,
     norm_of_each,
+    real_rows,
     rounded_down,
     sample_norms,
     scaled_norms,

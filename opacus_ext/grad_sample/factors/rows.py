@@ -95,6 +95,14 @@ class HasDtype(Protocol):
     def dtype(self) -> torch.dtype: ...
 
 
+def real_rows(x: T) -> T:
+    """Returns the entries of each sample ``[B, n]``, as real numbers, upcast."""
+    if x.is_complex():
+        x = torch.view_as_real(x.resolve_conj())
+    x = upcast(x)
+    return x.flatten(1) if x.dim() > 1 else x.unsqueeze(1)
+
+
 def common_dtype(operands: Iterable[HasDtype]) -> torch.dtype:
     """Returns the dtype in which norms over several operands are accumulated."""
     return dtype_of(*[operand.dtype for operand in operands])
