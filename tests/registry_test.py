@@ -8,6 +8,7 @@ import pstats
 import subprocess
 import sys
 import warnings
+from functools import partial
 
 import pytest
 import torch
@@ -234,6 +235,44 @@ def test_late_rule_is_found_by_every_mode(mode, rule):
         assert asked
     finally:
         del RULES[scale]
+
+
+@opacus_ext.as_op
+def power(x, weight, exponent):
+    return weight * (x * exponent if type(exponent) is bool else x + exponent)
+
+
+def of_power(x, weight, exponent, *lists):
+    def factors(exponent, lists, backprops, x):
+        return [(backprops * (x * exponent if type(exponent) is bool else x + 1),)]
+
+    given = partial(FACTORS.setdefault(0, factors), exponent, *lists)
+    return opacus_ext.Op((weight,), (x,), given)
+
+
+FACTORS = {}
+
+
+@pytest.mark.parametrize("arguments", [(), [1]])
+def test_factors_of_equal_arguments_of_other_types(arguments):
+    """1 and True are equal, and a list has no hash."""
+
+    class Powers(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.one, self.other = (nn.Parameter(torch.rand(3)) for _ in range(2))
+
+        def forward(self, x):
+            return power(x, self.one, True) + power(x, self.other, 1)
+
+    opacus_ext.register_rule(power)(
+        lambda x, w, exponent: of_power(x, w, exponent, arguments)
+    )
+    try:
+        x = torch.randn(4, 3).double()
+        check("ghost_bk", True, Powers().double(), x, square_loss)
+    finally:
+        del RULES[power]
 
 
 # By name: a layer, and the most calls of Python that a private forward, and a private

@@ -37,14 +37,14 @@ class Limit(NamedTuple):
 LIMITS = {
     "opacus_ext/grad_sample": Limit(87100, 8.0, 10, 23, 3.9, 5.8, 133),
     "opacus_ext": Limit(205100, 8.1, 19, 31, 2.4, 5.4, 442),
-    "tests": Limit(297000, 10.5, 14, 40, 0.9, 4.4, 17),
+    "tests": Limit(297300, 10.5, 14, 40, 0.9, 4.4, 17),
 }
 #: Of parts that have no other limits.
 TOKENS = {"opacus_ext/planner": 26800, "opacus_ext/re_attention": 15710}
 #: Mechanisms of grad_sample. Where they are to end: as few as can be.
 GLOBALS, MODES, SUBCLASSES = 8, 5, 9
 #: A step of "ghost_bk". Where it is to end: 130 functions, 14 files, 150 changes.
-FUNCTIONS, FILES, CHANGES = 356, 33, 439
+FUNCTIONS, FILES, CHANGES = 358, 33, 445
 #: All private functions of torch stand here.
 PRIVATE, PRIVATE_LINES = "opacus_ext/private_torch.py", 120
 #: Parts of the package from bottom to top. A module imports those of rows before its

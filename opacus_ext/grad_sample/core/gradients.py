@@ -28,6 +28,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn import functional as F
 
+from opacus_ext.grad_sample.core.values import key_of
 from opacus_ext.grad_sample.factors import Factor, GradSample, OneHot, full_precision
 from opacus_ext.grad_sample.rules import NotAtOnce
 from opacus_ext.private_torch import gradients
@@ -349,8 +350,11 @@ def _kind(use: ParameterUse, backprops: T) -> tuple:
     """Returns a key that is equal for uses that can be handled together."""
     factors: Any = use.factors
     # Two objects of `partial` are not equal, even if their arguments are.
-    if isinstance(factors, partial):
-        factors = factors.func, factors.args, *factors.keywords.items()
+    if isinstance(factors, partial) and not factors.keywords:
+        # Numbers are compared by type and bits, as 1 == True and 0.0 == -0.0.
+        arguments = key_of(factors.args)
+        if arguments is not None:
+            factors = factors.func, arguments
     key = [factors, use.rows, use.data_rows]
     for tensor in (backprops, *use.data):
         key += tensor.shape, tensor.dtype, tensor.device
