@@ -261,6 +261,7 @@ class _OwnLoss(TorchFunctionMode):
     """
 
     is_compiled = True  # along with a model that is called in it
+    runs_again = True  # it has no state; see SampleGroup.checkpoint
 
     def __init__(self, model: nn.Module):
         super().__init__()

@@ -6,7 +6,9 @@ it does, where its own name does not.
 
 from __future__ import annotations
 
-from typing import Any, Callable, Sequence
+from contextlib import contextmanager
+from threading import get_ident
+from typing import Any, Callable, Iterator, Sequence
 
 import torch
 from torch._C import (  # noqa: F401
@@ -27,7 +29,12 @@ from torch.autograd.graph import _engine_run_backward
 from torch.nn.modules.batchnorm import _BatchNorm  # noqa: F401
 from torch.nn.modules.instancenorm import _InstanceNorm  # noqa: F401
 from torch.nn.utils import parametrize
+from torch.overrides import (  # noqa: F401
+    _get_current_function_mode_stack as function_modes,
+)
 from torch.utils import _pytree as pytree  # noqa: F401
+from torch.utils import checkpoint as torch_checkpoint
+from torch.utils._device import DeviceContext  # noqa: F401
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass  # noqa: F401
 from torch.utils._pytree import (  # noqa: F401
     TreeSpec,
@@ -94,6 +101,30 @@ def gradients(
     return _engine_run_backward(
         tuple(outputs), *given, allow_unreachable=True, accumulate_grad=False
     )
+
+
+# -- activation checkpointing ----------------------------------------------------------
+
+_checkpoint: Any = getattr(torch_checkpoint.checkpoint, "__wrapped__")
+
+
+@contextmanager
+def checkpoints_by(run: Callable[..., Any]) -> Iterator[None]:
+    """
+    Calls ``run`` in place of ``torch.utils.checkpoint.checkpoint`` in this thread, for
+    a block. All who call it, by whatever name, call what this attribute holds.
+    """
+    thread = get_ident()
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return (run if get_ident() == thread else _checkpoint)(*args, **kwargs)
+
+    before = getattr(_checkpoint, "__dynamo_disable", None)
+    setattr(_checkpoint, "__dynamo_disable", call)
+    try:
+        yield
+    finally:
+        setattr(_checkpoint, "__dynamo_disable", before)
 
 
 # -- calls of functions ----------------------------------------------------------------

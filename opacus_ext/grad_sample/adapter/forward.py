@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from functools import partial
-from typing import Any, Callable, ContextManager, NamedTuple, Sequence, cast
+from typing import Any, Callable, NamedTuple, Sequence, cast
 
 import torch
 
@@ -175,7 +175,7 @@ class ForwardRecord:
     def _of_zeros(self) -> Any:
         """Runs a sample of zeros, or of ones as zeros may be padding."""
         zeros = self.inputs.samples[0].zeros
-        with torch.random.fork_rng(devices=[]), self._eagerly():
+        with torch.random.fork_rng(devices=[]), self.model.eagerly():
             try:
                 return self.call(zeros())
             except Refused:
@@ -192,7 +192,7 @@ class ForwardRecord:
         batch = self.inputs.given
         # The dim that is as long as the batch is the one; of one sample both are 1.
         if (name, shape) not in dims and self.size > 1 and batch is not None:
-            with suppress(Exception), torch.no_grad(), self._eagerly():
+            with suppress(Exception), torch.no_grad(), self.model.eagerly():
                 output = self.model.tried(self.call, batch)
                 paths = read_output(output, lambda x: Leaf(x, False), None, self.size)
                 leaf = dict(zip(paths.names, paths.leaves))[name]
@@ -208,12 +208,6 @@ class ForwardRecord:
             warn_one_by_one(self.model.describe(), reason)
 
     # -- groups ------------------------------------------------------------------------
-
-    def _eagerly(self) -> ContextManager:
-        """Disables ``torch.compile`` for a block."""
-        if not self.model.has_compiled:
-            return nullcontext()
-        return torch.compiler.set_stance("force_eager")
 
     def _begin(self, alone: bool = False) -> None:
         """Restores the state that the first group of samples has seen."""
@@ -259,7 +253,7 @@ class ForwardRecord:
         try:
             with group.level:
                 sample = samples.tree(group.wrap)
-                with self._eagerly():
+                with self.model.eagerly():
                     output = group.watch(partial(self.call, sample))
                 returned = read_output(output, group.read, rows, size)
                 del sample, output
@@ -285,7 +279,7 @@ class ForwardRecord:
             return copies[-1][1]
 
         sample = samples.tree(copied)
-        with self._eagerly():
+        with self.model.eagerly():
             output = self.call(sample)
         self._compare_state(self.model.state.changes())
         for leaf, copy in copies:

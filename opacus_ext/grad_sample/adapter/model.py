@@ -99,6 +99,15 @@ class ModelGroup(SampleGroup):
         for leaf in leaves:
             self.model.check_leaf(leaf)
 
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        before, self.model.running = self.model.running, True
+        try:
+            with self.model.eagerly():
+                yield
+        finally:
+            self.model.running = before
+
     def read(self, value: Any) -> Leaf:
         """Wraps a value that the samples returned."""
         value = self.model.loss_in(value)
@@ -228,6 +237,12 @@ class PrivateModel:
         finally:
             self.running = False
             self.state.restore()
+
+    def eagerly(self) -> ContextManager:
+        """Disables ``torch.compile`` for a block."""
+        if not self.has_compiled:
+            return nullcontext()
+        return torch.compiler.set_stance("force_eager")
 
     def group(self, size: int) -> ModelGroup:
         """Makes a group for samples that run together."""

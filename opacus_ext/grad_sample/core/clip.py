@@ -419,6 +419,22 @@ class AllOrNothing:
         self._error = error
 
 
+def _keep_much(group: SampleGroup) -> bool:
+    """
+    Returns True if the gradients that come from segments would take more memory until
+    the clipped sum than what these keep of the forward, and the factors of one.
+    """
+    if not group.segments:
+        return False
+    touched: dict[int, T] = {}
+    for segment in group.segments:
+        for params in segment.touched:
+            touched |= params
+    rows = group.size * sum(p.numel() for p in touched.values())
+    saved = sum(segment.saved for segment in group.segments)
+    return rows > saved + max(segment.factors for segment in group.segments)
+
+
 class ClippedSum:
     """
     The clipped sum of gradients, added group by group.
@@ -479,7 +495,7 @@ class ClippedSum:
             _, of_inputs = gradients_of_group(group, *backward)
             self.add_nothing()
             return of_inputs
-        if self.passes == 2:
+        if self.passes == 2 or _keep_much(group):
             return add_in_two_passes(self, rows, group, *backward)
         samples, of_inputs = gradients_of_group(group, *backward)
         self.add(rows, self.group_norms(group.size), samples)

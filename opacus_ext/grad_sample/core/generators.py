@@ -8,7 +8,8 @@ the other samples. Then samples run one by one: each sets the seed anew.
 
 from __future__ import annotations
 
-from typing import Any, Callable
+from contextlib import contextmanager
+from typing import Any, Callable, Iterator
 
 import torch
 from torch.nn import functional as F
@@ -54,6 +55,24 @@ def torch_generators() -> list[torch.Generator]:
     if torch.cuda.is_initialized():
         generators += torch.cuda.default_generators
     return generators
+
+
+def states() -> list[tuple[torch.Generator, T]]:
+    """Returns torch's own generators and their states."""
+    return [(generator, generator.get_state()) for generator in torch_generators()]
+
+
+@contextmanager
+def set_to(given: list[tuple[torch.Generator, T]]) -> Iterator[None]:
+    """Sets generators to states for a block."""
+    before = [(generator, generator.get_state()) for generator, _ in given]
+    for generator, state in given:
+        generator.set_state(state)
+    try:
+        yield
+    finally:
+        for generator, state in before:
+            generator.set_state(state)
 
 
 class Stream:

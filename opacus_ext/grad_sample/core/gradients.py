@@ -16,6 +16,7 @@ from typing import (
     Any,
     Callable,
     Collection,
+    Hashable,
     Iterable,
     Iterator,
     NamedTuple,
@@ -43,6 +44,8 @@ FactorsFn = Callable[..., Sequence[tuple[Factor, ...]]]
 SMALL = 2**16
 _version = attrgetter("_version")
 UNSEEN = "a use of a parameter that is not seen (an autograd function)"
+_OF_SEGMENT = "a tensor that a function under activation checkpointing does not return"
+Show = Callable[[Hashable, T], None]
 
 
 class ParameterValue:
@@ -138,6 +141,19 @@ class ParameterUse(NamedTuple):
         return [(value, factors) for value, factors in pairs if value is not None]
 
 
+def parameters_of(uses: Iterable[ParameterUse], keys: set[int]) -> dict[int, T]:
+    """Returns those parameters, by their ids, whose gradients some uses give."""
+    found = {}
+    for use in uses:
+        for value in use.values:
+            if value is None:
+                continue
+            for leaf in value.leaves():
+                if id(leaf) in keys:
+                    found[id(leaf)] = leaf
+    return found
+
+
 def of_copies(backprops: T) -> list[tuple[T]]:
     """Returns the gradients of per-sample copies ``[B, 1, *shape]`` as factors."""
     return [(backprops.flatten(1).unsqueeze(1),)]
@@ -154,7 +170,9 @@ class Collector:
         frees: True if parameters are freed in the backward pass
         bundles: False to handle each use by itself
         mask: samples that count ``[B]``, in compiled code; None for all
-        show: called with a number for each use, or bundle of uses, and its backprops
+        show: called with a key for each use, or bundle of uses, and its backprops
+        touched: parameters whose gradients others deliver, by their ids: one mapping
+            for each delivery
 
     Attributes:
         samples: the gradients so far, by the ids of the parameters
@@ -168,7 +186,8 @@ class Collector:
         frees: bool = False,
         bundles: bool = True,
         mask: T | None = None,
-        show: Callable[[int, T], None] | None = None,
+        show: Show | None = None,
+        touched: Iterable[Iterable[int]] = (),
     ):
         params = tuple(params)
         # Tensors are known by their ids: comparing them would compare their values.
@@ -194,6 +213,9 @@ class Collector:
                     self._left[value.key] += 1
                 else:
                     self._expect(value)
+        for keys in touched:
+            for key in keys:
+                self._left[key] += 1
         self._several = {key for key, count in self._left.items() if count > 1}
 
     def _expect(self, value: ParameterValue) -> None:
@@ -292,6 +314,34 @@ class Collector:
         if self.frees and not self._of_value[key]:
             return self._pull(*self._computed.pop(key))
         return []
+
+    def add_samples(self, samples: GradSamples) -> list[T]:
+        """
+        Adds gradients that others have collected. Returns the parameters whose
+        gradients are complete.
+        """
+        complete = []
+        for key, sample in samples.items():
+            known = self.samples.setdefault(key, sample)
+            if known is not sample:
+                known.join(sample)
+            self._left[key] -= 1
+            if not self._left[key]:
+                complete.append(self.params[key])
+            else:
+                # It waits for other uses, and so may take little memory.
+                with full_precision(self.params[key].device):
+                    self.samples[key].compact()
+        return complete
+
+    def add_materialized(self, samples: GradSamples) -> None:
+        """Materializes gradients that others have collected, and adds them."""
+        rows = {}
+        for key, sample in samples.items():
+            with full_precision(self.params[key].device):
+                dense = sample.materialize().flatten(1)
+            rows[key] = GradSample(sample.shape, sample.batch_size, dense)
+        self.add_samples(rows)
 
     def finish(self) -> list[T]:
         """
@@ -450,11 +500,37 @@ def _real(factor: Factor) -> Factor:
 # -- backward --------------------------------------------------------------------------
 
 
+class Receiver(NamedTuple):
+    """
+    What takes the gradients of segments in a backward pass.
+
+    Attributes:
+        params: all parameters
+        deliver: called with the gradients of a segment's group
+        show: see :class:`Collector`
+        key: tells a segment from others, in the same way in each backward pass
+    """
+
+    params: Sequence[T]
+    deliver: Callable[[GradSamples], Any]
+    show: Show | None = None
+    key: tuple[int, ...] = ()
+
+
+class Segment(Protocol):
+    """What a backward pass needs of a :class:`~recompute.Segment`."""
+
+    anchor: T
+    touched: list[dict[int, T]]
+    receiver: Receiver | None
+
+
 class Group(Protocol):
     """What a backward pass needs of a :class:`~group.SampleGroup`."""
 
     size: int
     uses: list[ParameterUse]
+    segments: Sequence[Segment]
     frees_parameters: bool
 
 
@@ -465,6 +541,7 @@ def gradients_of_group(
     params: Sequence[T],
     inputs: Sequence[T] = (),
     retain_graph: bool = False,
+    receiver: Receiver | None = None,
 ) -> tuple[GradSamples, list[T | None]]:
     """
     Returns the per-sample gradients of a group, and the gradients of the inputs.
@@ -476,13 +553,21 @@ def gradients_of_group(
         params: parameters
         inputs: leaves
         retain_graph: True if the graph is retained
+        receiver: takes the gradients of segments; if it is None they are materialized,
+            and returned with the others
     """
     uses = group.uses
-    collector = Collector(params, group.size, uses, group.frees_parameters)
+    touched = touched_in(group) if receiver is None else ()
+    show = receiver and receiver.show
+    collector = Collector(
+        params, group.size, uses, group.frees_parameters, show=show, touched=touched
+    )
+    if receiver is None:
+        receiver = Receiver(params, collector.add_materialized)
     # What is computed from parameters that are freed is differentiated before.
     receive = collector.add if group.frees_parameters else None
     backprops, of_inputs = run_backward(
-        uses, outputs, grads, params, inputs, receive, retain_graph
+        group, outputs, grads, receiver, inputs, receive, retain_graph
     )
     with torch.no_grad():
         for use, of_output in zip(uses, backprops):
@@ -492,11 +577,19 @@ def gradients_of_group(
     return collector.samples, of_inputs
 
 
+def touched_in(group: Group) -> list[dict[int, T]]:
+    """Returns the parameters that the segments of a group deliver gradients of."""
+    touched = []
+    for segment in group.segments:
+        touched += segment.touched
+    return touched
+
+
 def run_backward(
-    uses: Sequence[ParameterUse],
+    group: Group,
     outputs: Sequence[T],
     grads: Sequence[T | None],
-    params: Sequence[T],
+    receiver: Receiver,
     inputs: Sequence[T] = (),
     receive: Callable[[ParameterUse, T], Any] | None = None,
     retain_graph: bool = False,
@@ -506,6 +599,7 @@ def run_backward(
     inputs. With ``receive`` no backprops are kept: it is called with each use and its
     backprops, as soon as these are there.
     """
+    uses, segments, params = group.uses, group.segments, receiver.params
     roots, of_roots = [], []
     for output, gradient in zip(outputs, grads):
         if gradient is not None and output.requires_grad:
@@ -513,7 +607,9 @@ def run_backward(
             of_roots.append(gradient)
     if not roots:
         return (), [None] * len(inputs)
-    leaves: list[Any] = [*params, *inputs]
+    anchors = [segment.anchor for segment in segments]
+    unseen = len(params) + len(anchors)
+    leaves: list[Any] = [*params, *anchors, *inputs]
     count = len(leaves)
     handles = []
     if receive is None:
@@ -523,6 +619,8 @@ def run_backward(
         for use in uses:
             hook = partial(_receive, receive, use)
             handles.append(use.edge.node.register_prehook(hook))
+    for number, segment in enumerate(segments):
+        segment.receiver = receiver._replace(key=(*receiver.key, number))
     try:
         of_leaves = gradients(roots, leaves, of_roots, retain_graph)
     except RuntimeError:
@@ -533,12 +631,17 @@ def run_backward(
     finally:
         for handle in handles:
             handle.remove()
+        for segment in segments:
+            segment.receiver = None
     # Gradients of all seen uses end at these. What reaches a parameter was not seen.
     for gradient in of_leaves[: len(params)]:
         if gradient is not None:
             raise NotAtOnce(UNSEEN)
+    for gradient in of_leaves[len(params) : unseen]:
+        if gradient is not None:
+            raise NotAtOnce(_OF_SEGMENT)
     backprops = of_leaves[count:] if receive is None else ()
-    return backprops, list(of_leaves[len(params) : count])
+    return backprops, list(of_leaves[unseen:count])
 
 
 def _receive(

@@ -11,14 +11,16 @@ is the per-sample gradient.
 from __future__ import annotations
 
 import copy
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from operator import attrgetter
-from typing import Any, Callable, ContextManager, Iterable, Sequence
+from typing import Any, Callable, ContextManager, Iterable, Iterator, Sequence
 
 import torch
 from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import noop_context_fn
 
 from opacus_ext.grad_sample.core.generators import (
     DRAWS,
@@ -30,8 +32,10 @@ from opacus_ext.grad_sample.core.gradients import (
     ParameterValue,
     of_copies,
 )
+from opacus_ext.grad_sample.core.recompute import NAME, Segment, tied
 from opacus_ext.grad_sample.core.values import as_bits
 from opacus_ext.grad_sample.core.vmap import (
+    BranchesDiffer,
     Level,
     Outside,
     decomposed,
@@ -40,10 +44,13 @@ from opacus_ext.grad_sample.core.vmap import (
 )
 from opacus_ext.grad_sample.rules import HANDLERS, OF_ALL, RULES, NotAtOnce, Op
 from opacus_ext.private_torch import (
+    DeviceContext,
     HigherOrderOperator,
     OpOverload,
     OpOverloadPacket,
+    checkpoints_by,
     current_level,
+    function_modes,
     is_batched,
     pop_level,
     push_level,
@@ -65,14 +72,6 @@ _requires_grad, _version = attrgetter("requires_grad"), attrgetter("_version")
 _INSIDE = "a parameter or a branch inside another transform"
 
 
-class BranchesDiffer(Exception):
-    """Raised when samples take different branches, numbered in ``answers [B]``."""
-
-    def __init__(self, answers: T):
-        super().__init__("samples take different branches")
-        self.answers = answers
-
-
 class SampleGroup(TorchFunctionMode):
     """Samples that run together; it records each use of the parameters ``params``."""
 
@@ -87,6 +86,10 @@ class SampleGroup(TorchFunctionMode):
         self.params = set(map(id, params))
         self.size = size
         self.uses: list[ParameterUse] = []
+        # The parts of the forward that run again in the backward pass.
+        self.segments: list[Segment] = []
+        # Set while such a part runs for the first time; see Segment.
+        self.anchor: T | None = None
         # True if the code has read a value of the data.
         self.read_data = False
         # True if code of others got samples that are not batched: the vmap rule of an
@@ -160,7 +163,7 @@ class SampleGroup(TorchFunctionMode):
     ) -> Any:
         try:
             if saved_tensor_hooks() != self._packing:
-                raise NotAtOnce("activation checkpointing")
+                raise NotAtOnce(NAME)
             if type(func) not in _PLAIN and isinstance(func, _OF_OTHERS):
                 self.runs_others = True
             if kwargs and "generator" in kwargs and is_own(kwargs["generator"]):
@@ -213,7 +216,7 @@ class SampleGroup(TorchFunctionMode):
         """
         self._random = random_state()
         try:
-            with self:
+            with self, self._checkpoints():
                 result = code()
             self._check_random()
         except Exception as error:
@@ -230,6 +233,71 @@ class SampleGroup(TorchFunctionMode):
         finally:
             # The traceback of the error holds this frame, which must not hold it, too.
             del signal
+
+    # -- activation checkpointing ------------------------------------------------------
+
+    def _checkpoints(self) -> ContextManager:
+        """Takes calls of torch's checkpoint, for a block."""
+        return checkpoints_by(self.checkpoint) if self.eager else nullcontext()
+
+    def checkpoint(
+        self,
+        function: Callable,
+        *args: Any,
+        use_reentrant: bool | None = None,
+        context_fn: Callable = noop_context_fn,
+        determinism_check: str = "default",
+        debug: bool = False,
+        early_stop: bool = True,
+        preserve_rng_state: bool = True,
+        **kwargs: Any,
+    ) -> Any:
+        """Runs a function that is to run again in the backward pass."""
+        if not torch.is_grad_enabled():
+            return function(*args, **kwargs)
+        try:
+            if current_level() != self.level.number:
+                raise NotAtOnce(_INSIDE)
+            if context_fn is not noop_context_fn:
+                raise NotAtOnce(f"{NAME} with context_fn")
+            segment = Segment(
+                self, self._modes_within(), function, args, kwargs, preserve_rng_state
+            )
+            # torch's reentrant kind gives the parameters no gradient then.
+            if use_reentrant in (None, True) and not segment.has_inputs:
+                raise NotAtOnce(f"{NAME} of inputs that need no gradient")
+            return segment.run(self)
+        except Exception as error:
+            if self.signal is None:
+                self.signal = error
+            raise
+
+    def _modes_within(self) -> list[Any]:
+        """Returns the modes that are entered again where a part runs again."""
+        modes = []
+        for mode in function_modes():
+            if getattr(mode, "runs_again", False):
+                modes.append(mode)
+            # A default device is a mode, too, and is restored.
+            elif mode is not self and not isinstance(mode, DeviceContext):
+                raise NotAtOnce(f"{NAME} under {type(mode).__name__}")
+        return modes
+
+    @contextmanager
+    def apart(self, anchor: T) -> Iterator[None]:
+        """Keeps the uses and segments of a block apart, and drops them at its end."""
+        kept = dict(vars(self))
+        self.uses, self.segments, self.anchor = [], [], anchor
+        self._values, self._copies = dict(self._values), {}
+        try:
+            yield
+        finally:
+            for name in ("uses", "segments", "anchor", "_values", "_copies"):
+                setattr(self, name, kept[name])
+
+    def running(self) -> ContextManager:
+        """Prepares the model to run in the backward pass, for a block."""
+        return nullcontext()
 
     def call(self, function: Callable, /, *args: Any, **kwargs: Any) -> Any:
         """Runs an op of a sample, and records its uses of parameters."""
@@ -447,7 +515,10 @@ class SampleGroup(TorchFunctionMode):
         ``[B, *rows, *event]`` at the vmap level.
         """
         if not output.requires_grad:
-            output.requires_grad_()
+            if self.anchor is None:
+                output.requires_grad_()
+            else:
+                output = tied(self.anchor, output)
         # Where no data have a graph, the graph of the samples ends at this use.
         source = None
         if True not in map(_requires_grad, data):
@@ -465,6 +536,13 @@ class SampleGroup(TorchFunctionMode):
         self.uses += [use]
         return self.wrap(output)
 
+    def another(self, size: int) -> SampleGroup:
+        """Makes a group of this kind, for other samples."""
+        other = copy.copy(self)
+        SampleGroup.__init__(other, (), size)
+        other.params = self.params
+        return other
+
     def of_others(
         self, run: Callable, rows: Sequence[T], size: int, samples: T | None = None
     ) -> T:
@@ -472,12 +550,12 @@ class SampleGroup(TorchFunctionMode):
         Runs samples of other processes ``[n, ...]``, and records their uses; called
         outside. ``samples`` are their indices among ``size`` samples.
         """
-        inner = copy.copy(self)
-        SampleGroup.__init__(inner, (), len(rows[0]))
-        inner.params = self.params
+        inner = self.another(len(rows[0]))
         with inner.level:
             wrapped = map(inner.wrap, rows)
             output = inner.inner(inner.watch(partial(run, *wrapped)))
+        if inner.segments:
+            raise NotAtOnce(f"{NAME} of experts of other processes")
         for use in inner.uses:
             self.uses.append(use._replace(size=size, samples=samples))
         self.read_data |= inner.read_data

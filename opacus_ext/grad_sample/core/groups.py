@@ -462,7 +462,8 @@ def why(error: BaseException) -> str:
     # The innermost frame that is neither torch's nor ours is the user's.
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         file = frame.filename
-        if "/torch/" not in file and "opacus_ext/grad_sample/" not in file:
+        ours = "opacus_ext/grad_sample/" in file or "opacus_ext/private_torch" in file
+        if "/torch/" not in file and not ours:
             return f"{file}:{frame.lineno}: {frame.line} ({text})"
     return text
 

@@ -8,7 +8,7 @@ dropped as soon as they are complete.
 from __future__ import annotations
 
 import functools
-from typing import Any, Callable, Sequence
+from typing import Any, Callable, Hashable, Sequence
 
 import torch
 
@@ -17,7 +17,9 @@ from opacus_ext.grad_sample.core.gradients import (
     GradSamples,
     Group,
     ParameterUse,
+    Receiver,
     run_backward,
+    touched_in,
 )
 from opacus_ext.grad_sample.factors import GradSample, full_precision, real_rows
 from opacus_ext.refused import Refused
@@ -117,16 +119,24 @@ def _one_pass(
     show = None
     if prints is not None:
         show = prints.add
-    collector = Collector(params, group.size, group.uses, frees, show=show)
+    touched = touched_in(group)
+    collector = Collector(
+        params, group.size, group.uses, frees, show=show, touched=touched
+    )
     samples = collector.samples
 
     def receive(use: ParameterUse, backprops: T) -> None:
         for parameter in collector.add(use, backprops):
             take(parameter, samples.pop(id(parameter)))
 
+    def deliver(others: GradSamples) -> None:
+        for parameter in collector.add_samples(others):
+            take(parameter, samples.pop(id(parameter)))
+
+    receiver = Receiver(params, deliver, show)
     with torch.enable_grad():
         _, of_inputs = run_backward(
-            group.uses, outputs, grads, params, inputs, receive, retain_graph=True
+            group, outputs, grads, receiver, inputs, receive, retain_graph=True
         )
     collector.finish()
     for parameter in params:
@@ -142,8 +152,8 @@ def _one_pass(
 def _signs(width: int, dtype: torch.dtype, device: torch.device) -> T:
     """Returns random signs ``[width, _SIGNS]``, the same each time."""
     generator = torch.Generator().manual_seed(width)
-    signs = torch.randint(2, (width, _SIGNS), generator=generator) * 2 - 1
-    return signs.to(device, dtype)
+    bits = torch.randint(2, (width, _SIGNS), generator=generator, dtype=torch.int8)
+    return (bits * 2 - 1).to(device, dtype)
 
 
 class Prints:
@@ -154,10 +164,10 @@ class Prints:
 
     def __init__(self) -> None:
         # The products of each sample, [B, _SIGNS], by the key of the backprops.
-        self._prints: dict[int, T] = {}
+        self._prints: dict[Hashable, T] = {}
         self._tolerances: list[float] = []
 
-    def add(self, key: int, backprops: T) -> None:
+    def add(self, key: Hashable, backprops: T) -> None:
         """Adds the print of some backprops ``[B, ...]``, under a key."""
         self._tolerances.append(1e-3 if backprops.dtype.itemsize >= 4 else 0.03)
         flat = real_rows(backprops)
@@ -188,7 +198,7 @@ class Prints:
         repeats = torch.tensor(lengths, device=first.device)
         uses = torch.arange(len(lengths), device=first.device)
         uses = uses.repeat_interleave(repeats)
-        largest = norms.new_zeros(len(lengths)).index_reduce_(0, uses, norms, "amax")
+        largest = norms.new_zeros(len(lengths)).scatter_reduce_(0, uses, norms, "amax")
         tolerances = first.new_tensor(self._tolerances)
         bounds = norms * tolerances[uses] + 1e-6 * largest[uses]
         return bool((gaps > bounds).any())

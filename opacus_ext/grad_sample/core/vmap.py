@@ -20,6 +20,14 @@ from opacus_ext.private_torch import (
 )
 
 
+class BranchesDiffer(Exception):
+    """Raised when samples take different branches, numbered in ``answers [B]``."""
+
+    def __init__(self, answers: torch.Tensor):
+        super().__init__("samples take different branches")
+        self.answers = answers
+
+
 class Level:
     """A vmap level over ``size`` samples, entered and left explicitly."""
 

@@ -105,6 +105,10 @@ class Term:
         """Returns the gradients of some samples, by their indices, in float64."""
         raise NotImplementedError
 
+    def tensors(self) -> Sequence[T]:
+        """Returns the tensors that it keeps in memory."""
+        raise NotImplementedError
+
     def resolved(self) -> OuterProducts:
         """Returns the same gradients as a term whose rows are in memory."""
         return OuterProducts(self.materialize(self.dtype).unsqueeze(1))
@@ -152,6 +156,9 @@ class OuterProducts(Term):
         # Rows of bfloat16 are multiplied as they are, with float32 sums.
         if first.dtype == torch.bfloat16 and len(factors) == len(self.dense) == 2:
             self.sums_wide = sums_wide(*self.dense)
+
+    def tensors(self) -> Sequence[T]:
+        return [entries(factor) for factor in self.factors]
 
     @property
     def widths(self) -> tuple[int, ...]:
@@ -579,6 +586,20 @@ class GradSample:
             self._terms[-1] = OuterProducts(rows)
         else:
             self._terms.append(term)
+
+    def join(self, other: GradSample) -> None:
+        """Adds the gradients of other uses of the parameter."""
+        for term in other._terms:
+            self.add(term)
+
+    def compact(self) -> None:
+        """Materializes the gradients if that takes less memory."""
+        kept = 0
+        for term in self._terms:
+            kept += sum(tensor.numel() for tensor in term.tensors())
+        if self.batch_size * self.numel < kept:
+            rows = self.materialize().flatten(1)
+            self._terms = [OuterProducts(rows.unsqueeze(1))]
 
     def _fits(self, factors: Sequence[Factor]) -> bool:
         numel, rows = 1, None

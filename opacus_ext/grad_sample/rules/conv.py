@@ -202,6 +202,9 @@ class ConvGradients(Term):
         backprops, inputs = change(self.backprops), change(self.inputs)
         return ConvGradients(self.layer, backprops, inputs)
 
+    def tensors(self) -> Sequence[T]:
+        return self.backprops, self.inputs
+
     def materialize(self, dtype: torch.dtype, total: T | None = None) -> T:
         gradients, *others = self._parts()
         if others:

@@ -1,0 +1,330 @@
+"""Activation checkpointing: parts of a forward that run again in the backward pass.
+
+While samples run together, a call of ``torch.utils.checkpoint.checkpoint`` is a
+:class:`Segment`. Of its forward only the inputs are kept. In the backward pass it runs
+again, under the same vmap, in a group of its own. The per-sample gradients of that
+group are delivered at once, to be added to norms or sums, so that no more than the
+factors of one segment are in memory.
+"""
+
+from __future__ import annotations
+
+import itertools
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any, Callable, ContextManager, Hashable, Iterator, Protocol, Sequence
+
+import torch
+
+from opacus_ext.grad_sample.core.generators import set_to, states
+from opacus_ext.grad_sample.core.gradients import (
+    ParameterUse,
+    Receiver,
+    gradients_of_group,
+    graph_of,
+    parameters_of,
+)
+from opacus_ext.grad_sample.core.vmap import BranchesDiffer, Level, whole
+from opacus_ext.grad_sample.rules import NotAtOnce
+from opacus_ext.private_torch import (
+    DisableTorchFunction,
+    is_batched,
+    renewed,
+    tree_flatten,
+    tree_unflatten,
+)
+from opacus_ext.refused import Refused
+
+T = torch.Tensor
+
+#: What vmap can't run in some cases; see :class:`~rules.NotAtOnce`.
+NAME = "activation checkpointing"
+
+
+class SamplesTogether(Protocol):
+    """What a segment needs of the samples that run together, a SampleGroup."""
+
+    size: int
+    level: Level
+    params: set[int]
+    uses: list[ParameterUse]
+    segments: list[Segment]
+    anchor: T | None
+    frees_parameters: bool
+
+    def another(self, size: int) -> SamplesTogether:
+        """Makes a group of this kind."""
+
+    def outside(self) -> ContextManager:
+        """Leaves the vmap level for a block."""
+
+    def apart(self, anchor: T) -> ContextManager:
+        """Keeps what a block uses apart."""
+
+    def watch(self, code: Callable[[], Any]) -> Any:
+        """Runs the code of a sample."""
+
+    def running(self) -> ContextManager:
+        """Prepares the model to run in the backward pass."""
+
+    def free_copies(self) -> None:
+        """Drops the per-sample copies."""
+
+
+class Segment:
+    """
+    A call of torch's checkpoint by samples that run together.
+
+    Args:
+        group: the samples
+        modes: function modes without state that the function runs in
+        function: called with ``args`` and ``kwargs``
+        draws_again: True if it is to draw the same random numbers again
+
+    Attributes:
+        anchor: a leaf from which all is computed that needs a gradient: a path to it
+            past the segment shows that a tensor has left it unseen
+        touched: by their ids, the parameters that get a gradient, here and in each
+            segment within this one
+        saved: number of entries of its inputs, which are kept
+        factors: number of entries of its factors, which are not
+        receiver: set in a backward pass
+    """
+
+    receiver: Receiver
+
+    def __init__(
+        self,
+        group: SamplesTogether,
+        modes: Sequence[ContextManager],
+        function: Callable,
+        args: tuple,
+        kwargs: dict,
+        draws_again: bool,
+    ):
+        # Arguments of a partial function may need gradients, too.
+        while isinstance(function, partial):
+            args = (*function.args, *args)
+            kwargs = {**function.keywords, **kwargs}
+            function = function.func
+        self._modes, self._function = modes, function
+        self._leaves, self._structure = tree_flatten((args, kwargs))
+        self._places = _with_graph(self._leaves)
+        # A group without uses, as one with them would keep this segment alive.
+        self._group = group.another(group.size)
+        self._level = group.level.number
+        self._states = states() if draws_again else []
+        self._surroundings = _Surroundings()
+        self.anchor = group.anchor
+        if self.anchor is None:
+            with DisableTorchFunction():
+                self.anchor = torch.zeros((), requires_grad=True)
+        self.touched: list[dict[int, T]] = []
+        self.saved = self.factors = 0
+
+    @property
+    def has_inputs(self) -> bool:
+        """True if some arguments need a gradient."""
+        return bool(self._places)
+
+    # -- forward -----------------------------------------------------------------------
+
+    def run(self, group: SamplesTogether) -> Any:
+        """Runs it for the first time; returns its output."""
+        # Only autograd is to hold the inputs, as it drops them after the last use.
+        given = [self._leaves[place] for place in self._places]
+        for place in self._places:
+            self._leaves[place] = None
+        versions = self._versions()
+        with group.outside(), DisableTorchFunction():
+            inputs = [group.level.unwrap(leaf) for leaf in given]
+            starts = [tied(self.anchor, x.detach()) for x in inputs]
+            versions += [x._version for x in starts]
+        with group.apart(self.anchor):
+            output = self._call(group.level, starts)
+            leaves, structure = tree_flatten(output)
+            self._form = structure, _with_graph(leaves)
+            with group.outside(), DisableTorchFunction():
+                if versions != self._versions() + [x._version for x in starts]:
+                    raise NotAtOnce(f"{NAME} of a function that changes its inputs")
+                roots = [group.level.unwrap(leaves[place]) for place in self._form[1]]
+                self._note(group, inputs, roots)
+                results = _detached(roots, inputs)
+            del output, roots, starts
+        if not results:
+            return tree_unflatten(leaves, structure)
+        with group.outside(), DisableTorchFunction():
+            results = _RunAgain.apply(self, results, self.anchor, *inputs)
+            for place, result in zip(self._form[1], results):
+                leaves[place] = group.level.wrap(result)
+        group.segments.append(self)
+        return tree_unflatten(leaves, structure)
+
+    def _versions(self) -> list[int]:
+        """Returns the versions of its arguments."""
+        tensors = [leaf for leaf in self._leaves if isinstance(leaf, T)]
+        return [whole(tensor)._version for tensor in tensors]
+
+    def _call(self, level: Level, inputs: Sequence[T]) -> Any:
+        leaves = list(self._leaves)
+        for place, tensor in zip(self._places, inputs):
+            leaves[place] = level.wrap(tensor)
+        args, kwargs = tree_unflatten(leaves, self._structure)
+        return self._function(*args, **kwargs)
+
+    def _call_in_modes(self, level: Level, inputs: Sequence[T]) -> Any:
+        with ExitStack() as stack:
+            for mode in self._modes:
+                stack.enter_context(mode)
+            return self._call(level, inputs)
+
+    def _note(self, group: SamplesTogether, inputs: list[T], roots: list[T]) -> None:
+        """Notes what the backward pass must know; refuses inputs that are not seen."""
+        leaves, _ = graph_of(roots)
+        if any(leaf is not self.anchor for leaf in leaves):
+            raise NotAtOnce(
+                f"{NAME} of a function that takes tensors with a gradient from "
+                "elsewhere than its arguments"
+            )
+        self.touched = [parameters_of(group.uses, group.params)]
+        for segment in group.segments:
+            self.touched += segment.touched
+        data = {id(x): x for use in group.uses for x in use.data}
+        self.saved = sum(x.numel() for x in inputs)
+        self.factors = sum(x.numel() for x in data.values())
+
+    # -- backward ----------------------------------------------------------------------
+
+    def gradients(
+        self, inputs: Sequence[T], grads: Sequence[T | None]
+    ) -> list[T | None]:
+        """
+        Runs it again, delivers per-sample gradients, and returns those of the inputs.
+        """
+        receiver = self.receiver
+        detached = [x.detach().requires_grad_() for x in inputs]
+        group, outputs = self._again(detached)
+        numbers = itertools.count()
+
+        def show(_: Hashable, backprops: T) -> None:
+            receiver.show((*receiver.key, next(numbers)), backprops)
+
+        samples, of_inputs = gradients_of_group(
+            group,
+            outputs,
+            grads,
+            receiver.params,
+            detached,
+            receiver=receiver._replace(show=receiver.show and show),
+        )
+        receiver.deliver(samples)
+        return of_inputs
+
+    @torch.enable_grad()
+    def _again(self, inputs: Sequence[T]) -> tuple[SamplesTogether, list[T]]:
+        """Returns the group that has run again, and its outputs with a graph."""
+        group = self._group.another(self._group.size)
+        with set_to(self._states), self._surroundings.again(), group.running():
+            with group.level as level:
+                if level.number != self._level:
+                    raise _refused("has been called inside a transform of torch.func")
+                try:
+                    output = group.watch(partial(self._call_in_modes, level, inputs))
+                except (NotAtOnce, BranchesDiffer) as error:
+                    raise _refused(f"can't be computed again: {error}") from error
+                leaves, structure = tree_flatten(output)
+                if self._form != (structure, _with_graph(leaves)):
+                    raise _refused("has returned other tensors when it ran again")
+                outputs = [level.unwrap(leaves[place]) for place in self._form[1]]
+                del output, leaves
+        group.free_copies()
+        return group, outputs
+
+
+def _with_graph(leaves: Sequence[Any]) -> list[int]:
+    """Returns the places of tensors of samples that need a gradient."""
+    places = []
+    for place, leaf in enumerate(leaves):
+        if isinstance(leaf, T) and is_batched(leaf) and whole(leaf).requires_grad:
+            places.append(place)
+    return places
+
+
+def _detached(outputs: Sequence[T], inputs: Sequence[T]) -> list[T]:
+    """Detaches outputs; copies those in the memory of inputs, which is to stay."""
+    kept = {x.untyped_storage().data_ptr() for x in inputs}
+    detached = []
+    for output in outputs:
+        output = output.detach()
+        if output.untyped_storage().data_ptr() in kept:
+            output = output.clone()
+        detached.append(output)
+    return detached
+
+
+def _refused(what: str) -> Refused:
+    return Refused(
+        f"A function under activation checkpointing {what}, so that its per-sample "
+        "gradients are not known.",
+        remedy="Leave torch.utils.checkpoint.checkpoint out for it "
+        "(gradient_checkpointing=False), or train one sample after the other: "
+        'grad_sample_mode="scan".',
+    )
+
+
+class _Tie(torch.autograd.Function):
+    """The identity, with a path to the anchor, whose gradient shows if it is taken."""
+
+    @staticmethod
+    def forward(context: Any, anchor: T, tensor: T) -> T:
+        context.save_for_backward(anchor)
+        return renewed(tensor, tensor.shape)
+
+    @staticmethod
+    def backward(context: Any, grad: T) -> tuple[T, T]:
+        (anchor,) = context.saved_tensors
+        return torch.zeros_like(anchor), grad
+
+
+#: Returns a tensor with a path to an anchor: tied(anchor, tensor).
+tied: Callable[[T, T], T] = _Tie.apply
+
+
+class _RunAgain(torch.autograd.Function):
+    """The outputs of a segment, which runs again in the backward pass."""
+
+    @staticmethod
+    def forward(
+        context: Any, segment: Segment, outputs: list[T], anchor: T, *inputs: T
+    ) -> tuple[T, ...]:
+        context.set_materialize_grads(False)
+        context.save_for_backward(*inputs)
+        context.segment = segment
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(context: Any, *grads: T | None) -> tuple[T | None, ...]:
+        of_inputs = context.segment.gradients(context.saved_tensors, grads)
+        return None, None, None, *of_inputs
+
+
+class _Surroundings:
+    """The settings under which a segment runs: autocast, and the default device."""
+
+    def __init__(self) -> None:
+        self._device = torch.get_default_device()
+        self._autocast = []
+        for kind in ("cpu", "cuda"):
+            enabled = torch.is_autocast_enabled(kind)
+            self._autocast.append((kind, torch.get_autocast_dtype(kind), enabled))
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """Restores them for a block."""
+        with ExitStack() as stack:
+            if torch.get_default_device() != self._device:
+                stack.enter_context(self._device)
+            for kind, dtype, enabled in self._autocast:
+                if enabled or torch.is_autocast_enabled(kind):
+                    stack.enter_context(torch.autocast(kind, dtype, enabled))
+            yield
