@@ -29,9 +29,6 @@ from torch.autograd.graph import _engine_run_backward
 from torch.nn.modules.batchnorm import _BatchNorm  # noqa: F401
 from torch.nn.modules.instancenorm import _InstanceNorm  # noqa: F401
 from torch.nn.utils import parametrize
-from torch.overrides import (  # noqa: F401
-    _get_current_function_mode_stack as function_modes,
-)
 from torch.utils import _pytree as pytree  # noqa: F401
 from torch.utils import checkpoint as torch_checkpoint
 from torch.utils._device import DeviceContext  # noqa: F401
@@ -105,6 +102,8 @@ def gradients(
 
 # -- activation checkpointing ----------------------------------------------------------
 
+#: Returns the function modes that are active, the outermost first.
+function_modes: Callable[[], list] = torch.overrides._get_current_function_mode_stack
 _checkpoint: Any = getattr(torch_checkpoint.checkpoint, "__wrapped__")
 
 

@@ -403,7 +403,7 @@ ASKING = [
     Asking("generator", (2, 1), False),
     Asking("process", (2, 3), False),
     Asking("padding", (0, 4), False, (), (6, 6), "item"),
-    Asking("padding", (3, 2), False, (), (6, 6), "checkpoint"),
+    Asking("padding", (3, 2), True, (), (6, 6), "checkpoint"),
 ]
 
 

@@ -172,7 +172,7 @@ class SampleCriterion:
         def at_once(some: Samples) -> None:
             group = SampleGroup((), some.size)
             with group.level:
-                sample = some.tree(group.wrap)
+                sample = some.tree(group.wrap_input)
                 loss = group.watch(lambda: self._loss(sample))
                 losses.append(group.inner(loss))
                 rows.append(some.rows)

@@ -252,7 +252,7 @@ class ForwardRecord:
         group = self.model.group(size)
         try:
             with group.level:
-                sample = samples.tree(group.wrap)
+                sample = samples.tree(group.wrap_input)
                 with self.model.eagerly():
                     output = group.watch(partial(self.call, sample))
                 returned = read_output(output, group.read, rows, size)

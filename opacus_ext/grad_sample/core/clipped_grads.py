@@ -363,7 +363,7 @@ class _Losses:
         """Runs samples under vmap."""
         group = self.group(self.params, samples.size)
         with torch.enable_grad(), group.level:
-            sample = samples.tree(group.wrap)
+            sample = samples.tree(group.wrap_input)
             values, structure = _loss_and_aux(group.watch(partial(self.loss, sample)))
             losses, *auxiliary = map(group.inner, values)
             # Tensors of the vmap level must not outlive it.

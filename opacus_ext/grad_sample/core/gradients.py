@@ -159,6 +159,11 @@ def of_copies(backprops: T) -> list[tuple[T]]:
     return [(backprops.flatten(1).unsqueeze(1),)]
 
 
+def no_factors(*rows: T) -> list[tuple[Factor, ...]]:
+    """Returns the factors of a use of no parameter."""
+    return []
+
+
 class Collector:
     """
     Collects the per-sample gradients of a group from the backprops of its uses.
@@ -315,10 +320,11 @@ class Collector:
             return self._pull(*self._computed.pop(key))
         return []
 
-    def add_samples(self, samples: GradSamples) -> list[T]:
+    def add_samples(self, samples: GradSamples, keeps: bool = False) -> list[T]:
         """
         Adds gradients that others have collected. Returns the parameters whose
-        gradients are complete.
+        gradients are complete. What is kept, as it waits for other uses or ``keeps``
+        says so, takes as little memory as it can.
         """
         complete = []
         for key, sample in samples.items():
@@ -326,22 +332,12 @@ class Collector:
             if known is not sample:
                 known.join(sample)
             self._left[key] -= 1
+            if self._left[key] or keeps:
+                with full_precision(self.params[key].device):
+                    known.compact()
             if not self._left[key]:
                 complete.append(self.params[key])
-            else:
-                # It waits for other uses, and so may take little memory.
-                with full_precision(self.params[key].device):
-                    self.samples[key].compact()
         return complete
-
-    def add_materialized(self, samples: GradSamples) -> None:
-        """Materializes gradients that others have collected, and adds them."""
-        rows = {}
-        for key, sample in samples.items():
-            with full_precision(self.params[key].device):
-                dense = sample.materialize().flatten(1)
-            rows[key] = GradSample(sample.shape, sample.batch_size, dense)
-        self.add_samples(rows)
 
     def finish(self) -> list[T]:
         """
@@ -517,20 +513,12 @@ class Receiver(NamedTuple):
     key: tuple[int, ...] = ()
 
 
-class Segment(Protocol):
-    """What a backward pass needs of a :class:`~recompute.Segment`."""
-
-    anchor: T
-    touched: list[dict[int, T]]
-    receiver: Receiver | None
-
-
 class Group(Protocol):
     """What a backward pass needs of a :class:`~group.SampleGroup`."""
 
     size: int
     uses: list[ParameterUse]
-    segments: Sequence[Segment]
+    segments: list[Any]  # of recompute.Segment
     frees_parameters: bool
 
 
@@ -553,8 +541,8 @@ def gradients_of_group(
         params: parameters
         inputs: leaves
         retain_graph: True if the graph is retained
-        receiver: takes the gradients of segments; if it is None they are materialized,
-            and returned with the others
+        receiver: takes the gradients of segments; if it is None they are returned with
+            the others
     """
     uses = group.uses
     touched = touched_in(group) if receiver is None else ()
@@ -563,7 +551,7 @@ def gradients_of_group(
         params, group.size, uses, group.frees_parameters, show=show, touched=touched
     )
     if receiver is None:
-        receiver = Receiver(params, collector.add_materialized)
+        receiver = Receiver(params, partial(collector.add_samples, keeps=True))
     # What is computed from parameters that are freed is differentiated before.
     receive = collector.add if group.frees_parameters else None
     backprops, of_inputs = run_backward(

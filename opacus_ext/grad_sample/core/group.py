@@ -30,6 +30,7 @@ from opacus_ext.grad_sample.core.generators import (
 from opacus_ext.grad_sample.core.gradients import (
     ParameterUse,
     ParameterValue,
+    no_factors,
     of_copies,
 )
 from opacus_ext.grad_sample.core.recompute import NAME, Segment, tied
@@ -41,6 +42,7 @@ from opacus_ext.grad_sample.core.vmap import (
     decomposed,
     is_composite,
     saved_tensor_hooks,
+    whole,
 )
 from opacus_ext.grad_sample.rules import HANDLERS, OF_ALL, RULES, NotAtOnce, Op
 from opacus_ext.private_torch import (
@@ -87,7 +89,7 @@ class SampleGroup(TorchFunctionMode):
         self.size = size
         self.uses: list[ParameterUse] = []
         # The parts of the forward that run again in the backward pass.
-        self.segments: list[Segment] = []
+        self.segments: list[Any] = []
         # Set while such a part runs for the first time; see Segment.
         self.anchor: T | None = None
         # True if the code has read a value of the data.
@@ -101,11 +103,18 @@ class SampleGroup(TorchFunctionMode):
         self._copies: dict[int, T] = {}
         self.level = Level(size)
         self.wrap = self.level.wrap
+        # The ids of inputs, which outlive this group.
+        self._inputs: set[int] = set()
         self._packing = self.eager and saved_tensor_hooks()
         # The states of torch's generators after the last draw.
         self._random: Any = None
 
     # -- batched and shared tensors ----------------------------------------------------
+
+    def wrap_input(self, tensor: T) -> T:
+        """Turns an input ``[B, *shape]`` into the tensor that one sample sees."""
+        self._inputs.add(id(tensor))
+        return self.wrap(tensor)
 
     def inner(self, tensor: T) -> T:
         """Returns the values of all samples ``[B, *shape]``; expands shared ones."""
@@ -535,6 +544,25 @@ class SampleGroup(TorchFunctionMode):
         )
         self.uses += [use]
         return self.wrap(output)
+
+    def begin_graph(self, tensor: T, requires_grad: bool = True) -> T:
+        """
+        Lets the graph of samples begin at a tensor, as fine-tuning under reentrant
+        checkpointing does. No gradient of it is asked for.
+        """
+        leaf = whole(tensor)
+        if leaf.requires_grad == requires_grad:
+            return tensor
+        # Another group may get the same inputs. In a segment all begins at the anchor.
+        is_kept = id(leaf) in self._inputs or self.anchor is not None
+        if is_kept or not requires_grad:
+            raise NotAtOnce("requires_grad_ in the forward")
+        with self.outside():
+            edge = get_gradient_edge(leaf.requires_grad_())
+        # A use of no parameter, so that the backward pass goes as far as here.
+        use = ParameterUse((), no_factors, 0, (), (), edge=edge, source=edge)
+        self.uses.append(use)
+        return tensor
 
     def another(self, size: int) -> SampleGroup:
         """Makes a group of this kind, for other samples."""

@@ -647,10 +647,12 @@ def requires_grad(group: SampleGroup, function: Callable, tensor: T) -> bool:
 def of_leaf(
     group: SampleGroup, function: Callable, tensor: T, *args: Any, **kwargs: Any
 ) -> T:
-    """Makes a leaf that all samples share, as the parameter of a new layer."""
+    """Makes a leaf: one that all samples share, or at which their graph begins."""
     if function is T.requires_grad_:
-        if is_batched(tensor) or not group.eager:
+        if not group.eager:
             return autograd_inside(group, function)
+        if is_batched(tensor):
+            return group.begin_graph(tensor, *args, **kwargs)
     elif is_batched(tensor) or not isinstance(tensor, nn.Parameter):
         return function(tensor, *args, **kwargs)
     with group.outside():

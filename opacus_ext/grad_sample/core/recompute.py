@@ -48,7 +48,7 @@ class SamplesTogether(Protocol):
     level: Level
     params: set[int]
     uses: list[ParameterUse]
-    segments: list[Segment]
+    segments: list[Any]  # of Segment
     anchor: T | None
     frees_parameters: bool
 
@@ -88,10 +88,10 @@ class Segment:
             segment within this one
         saved: number of entries of its inputs, which are kept
         factors: number of entries of its factors, which are not
-        receiver: set in a backward pass
+        receiver: takes gradients in a backward pass
     """
 
-    receiver: Receiver
+    receiver: Receiver | None = None
 
     def __init__(
         self,
@@ -115,8 +115,9 @@ class Segment:
         self._level = group.level.number
         self._states = states() if draws_again else []
         self._surroundings = _Surroundings()
-        self.anchor = group.anchor
-        if self.anchor is None:
+        if group.anchor is not None:
+            self.anchor = group.anchor
+        else:
             with DisableTorchFunction():
                 self.anchor = torch.zeros((), requires_grad=True)
         self.touched: list[dict[int, T]] = []
@@ -157,6 +158,7 @@ class Segment:
             results = _RunAgain.apply(self, results, self.anchor, *inputs)
             for place, result in zip(self._form[1], results):
                 leaves[place] = group.level.wrap(result)
+        self._seen = self._versions()
         group.segments.append(self)
         return tree_unflatten(leaves, structure)
 
@@ -202,12 +204,18 @@ class Segment:
         Runs it again, delivers per-sample gradients, and returns those of the inputs.
         """
         receiver = self.receiver
+        if receiver is None:
+            # A plain backward pass, as of a criterion, which has no parameters.
+            if any(self.touched):
+                raise NotAtOnce(NAME)
+            receiver = Receiver((), len)
         detached = [x.detach().requires_grad_() for x in inputs]
         group, outputs = self._again(detached)
         numbers = itertools.count()
 
         def show(_: Hashable, backprops: T) -> None:
-            receiver.show((*receiver.key, next(numbers)), backprops)
+            if receiver.show is not None:
+                receiver.show((*receiver.key, next(numbers)), backprops)
 
         samples, of_inputs = gradients_of_group(
             group,
@@ -223,6 +231,8 @@ class Segment:
     @torch.enable_grad()
     def _again(self, inputs: Sequence[T]) -> tuple[SamplesTogether, list[T]]:
         """Returns the group that has run again, and its outputs with a graph."""
+        if self._versions() != self._seen:
+            raise _refused("has arguments that were changed in place after the call")
         group = self._group.another(self._group.size)
         with set_to(self._states), self._surroundings.again(), group.running():
             with group.level as level:
