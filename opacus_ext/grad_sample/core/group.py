@@ -261,7 +261,10 @@ class SampleGroup(TorchFunctionMode):
         preserve_rng_state: bool = True,
         **kwargs: Any,
     ) -> Any:
-        """Runs a function that is to run again in the backward pass."""
+        """
+        Runs a function that is to run again in the backward pass, where it draws the
+        same random numbers, whatever ``preserve_rng_state`` says.
+        """
         if not torch.is_grad_enabled():
             return function(*args, **kwargs)
         try:
@@ -269,9 +272,7 @@ class SampleGroup(TorchFunctionMode):
                 raise NotAtOnce(_INSIDE)
             if context_fn is not noop_context_fn:
                 raise NotAtOnce(f"{NAME} with context_fn")
-            segment = Segment(
-                self, self._modes_within(), function, args, kwargs, preserve_rng_state
-            )
+            segment = Segment(self, self._modes_within(), function, args, kwargs)
             # torch's reentrant kind gives the parameters no gradient then.
             if use_reentrant in (None, True) and not segment.has_inputs:
                 raise NotAtOnce(f"{NAME} of inputs that need no gradient")

@@ -79,7 +79,6 @@ class Segment:
         group: the samples
         modes: function modes without state that the function runs in
         function: called with ``args`` and ``kwargs``
-        draws_again: True if it is to draw the same random numbers again
 
     Attributes:
         anchor: a leaf from which all is computed that needs a gradient: a path to it
@@ -100,7 +99,6 @@ class Segment:
         function: Callable,
         args: tuple,
         kwargs: dict,
-        draws_again: bool,
     ):
         # Arguments of a partial function may need gradients, too.
         while isinstance(function, partial):
@@ -113,7 +111,7 @@ class Segment:
         # A group without uses, as one with them would keep this segment alive.
         self._group = group.another(group.size)
         self._level = group.level.number
-        self._states = states() if draws_again else []
+        self._states = states()
         self._surroundings = _Surroundings()
         if group.anchor is not None:
             self.anchor = group.anchor
@@ -155,7 +153,9 @@ class Segment:
         if not results:
             return tree_unflatten(leaves, structure)
         with group.outside(), DisableTorchFunction():
-            results = _RunAgain.apply(self, results, self.anchor, *inputs)
+            # Where no input has a graph, the backward pass finds its way by the anchor.
+            anchor = None if inputs else self.anchor
+            results = _RunAgain.apply(self, results, anchor, *inputs)
             for place, result in zip(self._form[1], results):
                 leaves[place] = group.level.wrap(result)
         self._seen = self._versions()
@@ -305,7 +305,7 @@ class _RunAgain(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        context: Any, segment: Segment, outputs: list[T], anchor: T, *inputs: T
+        context: Any, segment: Segment, outputs: list[T], anchor: T | None, *inputs: T
     ) -> tuple[T, ...]:
         context.set_materialize_grads(False)
         context.save_for_backward(*inputs)
