@@ -57,9 +57,9 @@ def test_runs_are_made_once_and_reported(data, tmp_path):
     common = ("table1", "--data", data, "--out", out, "--epsilons", 8, "--seeds", 0)
     models = ("--models", "transformer", "dpformer")
 
-    # Cut off after an epoch of the second run, in the part of another process.
-    part = ("--part", "2/2")
-    run("dpformer.py", *common, *models, *part, "--", *TINY, "--stop-after-epochs", 1)
+    # Cut off after an epoch of the second run.
+    one = ("--models", "dpformer", "--", *TINY, "--stop-after-epochs", 1)
+    run("dpformer.py", *common, *one)
     assert not out.exists() and len(list(Path(f"{out}.d").iterdir())) == 1
     run("dpformer.py", *common, *models, "--", *TINY)
     rows = [json.loads(line) for line in out.read_text().splitlines()]
@@ -73,6 +73,35 @@ def test_runs_are_made_once_and_reported(data, tmp_path):
     text = run("dpformer_report.py", out, "--figures", tmp_path)
     assert f"{rows[0]['ndcg_at_10']:.2f}" in text and "DPFormer against" in text
     assert (tmp_path / "table1.png").exists()
+
+
+@pytest.mark.thorough
+def test_runs_share_a_device(data, tmp_path, monkeypatch):
+    """Two at a time, as on a GPU; those that are done are kept, and not made again."""
+    monkeypatch.syspath_prepend(str(FOLDER))
+    dpformer = importlib.import_module("dpformer")
+    out, rest = tmp_path / "runs.jsonl", ["--", *TINY, "--epochs", "1"]
+    few = "--seeds 0 --epsilons 8 --priors none --jobs 2".split()
+    given = ["paper", "--data", str(data), "--out", str(out), *few, *rest]
+    dpformer.main(given)
+    lines = out.read_text().splitlines()
+    rows = list(map(json.loads, lines))
+    assert {row["model"] for row in rows} == {"transformer", "dpformer"}
+    assert not Path(f"{out}.d").exists()
+
+    started = []
+
+    def fails(command, **given):
+        started.append(command[command.index("--only") + 1])
+        return subprocess.CompletedProcess(command, 1, "", "no memory")
+
+    monkeypatch.setattr(dpformer.subprocess, "run", fails)
+    dpformer.main(given)
+    assert not started
+    out.write_text(lines[0] + "\n")
+    with pytest.raises(SystemExit, match="no memory\n1 of 1 runs have ended"):
+        dpformer.main(given)
+    assert started == [rows[1]["key"]] and out.read_text() == lines[0] + "\n"
 
 
 @pytest.mark.slow
