@@ -8,7 +8,7 @@
 # make mutations                               break a third of what can break: 1 minute
 # make docs                                    build the site of docs/ into site/, strictly
 # make test-opacus                             run Opacus's own tests with the package: 2 minutes
-# make gpu                                     measure on a GPU: 15 minutes (goes on when cut off)
+# make gpu                                     measure on a GPU: 8 minutes (goes on when cut off)
 # make upstream                                test our patches for Opacus; all of its tests: ARGS=--all
 # ARGS=... is passed on: make test ARGS="-k linear", make train ARGS="--help"
 

@@ -8,9 +8,10 @@
 
 A run that is in the file already is not made again, and one that was cut off goes on
 from its last epoch (checkpoints lie in OUT.d and are deleted when the run is done):
-after an interruption give the same command. ``--part 1/2`` makes every second run, so
-that several processes share the work. ``dpformer_report.py``
-draws tables and figures.
+after an interruption give the same command. ``--jobs 8`` makes eight runs at a time,
+each in a process of its own, on one GPU or on the cores of a CPU; several machines
+share the work by ``--seeds`` or ``--epsilons``. ``dpformer_report.py`` draws tables and
+figures.
 
 - table1, table2: GRU, LSTM, Transformer without sharing, Transformer, DPFormer at
   epsilon 5, 8 and 10, several seeds.
@@ -18,8 +19,8 @@ draws tables and figures.
   5, over batch sizes and learning rates.
 - releases: what is released once, and no training, at epsilon 1, 2, 5, 8 and 10.
 - paper: Transformer and DPFormer at the paper's settings, 100 epochs of 200 items,
-  three seeds, on top of nothing and of what is released once. On a CPU it takes days:
-  --part, --epsilons and --seeds share them out; on a GPU add ``-- --device cuda``.
+  three seeds, on top of nothing and of what is released once. On a CPU it takes days;
+  on a GPU: ``paper --jobs 8 ... -- --device cuda --physical-batch-size 512``.
 - figure6: the curves of NDCG over the epochs, Transformer and DPFormer.
 
 Everything can be set (``--models``, ``--epsilons``, ``--seeds``, ``--batch-sizes``,
@@ -31,8 +32,11 @@ import argparse
 import hashlib
 import itertools
 import json
+import subprocess
 import sys
 import warnings
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, Dict, Iterator, List
 
@@ -122,8 +126,38 @@ def key(argv: List[str]) -> str:
     return hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def main() -> None:
-    argv = sys.argv[1:]
+def make(name: str, todo: Dict[str, List[str]], args: argparse.Namespace) -> None:
+    """Makes or resumes one run, and writes its line."""
+    run, number = todo[name], list(todo).index(name) + 1
+    checkpoint = Path(f"{args.out}.d") / f"{name}.pt"
+    if train.parse_args(run).train_share:  # else nothing is trained, or resumed
+        run = [*run, "--checkpoint", str(checkpoint)]
+    if checkpoint.exists():
+        run.append("--resume")
+    parsed = train.parse_args(run)
+    print(f"run {number} of {len(todo)}: {' '.join(run)}", flush=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Opacus on how noise is drawn
+        summary = train.train(parsed)
+    if summary["epochs"] < summary["epochs_planned"]:
+        return  # stopped by --time-limit or --stop-after-epochs
+    config = {k: v for k, v in vars(parsed).items() if k not in train.FREE}
+    line = {"key": name, "experiment": args.experiment, **config, **summary}
+    with args.out.open("a") as file:
+        file.write(json.dumps(line) + "\n")
+    checkpoint.unlink(missing_ok=True)
+    print(train.summary_table(summary), flush=True)
+
+
+def in_process(argv: List[str], name: str) -> str:
+    """Makes one run in a process of its own; returns its error, or nothing."""
+    command = [sys.executable, __file__, "--only", name, *argv]
+    done = subprocess.run(command, capture_output=True, text=True)
+    print(done.stdout, end="", flush=True)
+    return done.stderr if done.returncode else ""
+
+
+def main(argv: List[str]) -> None:
     split = argv.index("--") if "--" in argv else len(argv)
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -137,45 +171,37 @@ def main() -> None:
     parser.add_argument("--batch-sizes", nargs="+", type=int)
     parser.add_argument("--lrs", nargs="+", type=float)
     parser.add_argument("--priors", nargs="+", choices=train.PRIORS)
-    parser.add_argument(
-        "--part", default="1/1", help="i/n: every n-th run, from the i-th"
-    )
+    parser.add_argument("--jobs", type=int, default=1, help="so many runs at a time")
+    parser.add_argument("--only", help=argparse.SUPPRESS)  # the key of one run
     args = parser.parse_args(argv[:split])
     for name, value in EXPERIMENTS[args.experiment].items():
         if getattr(args, name, ...) is None:
             setattr(args, name, value)
     args.priors = args.priors or [None]  # that of the experiment
-    part, parts = map(int, args.part.split("/"))
 
-    todo = list(runs(args, argv[split + 1 :]))
+    todo = {key(run): run for run in runs(args, argv[split + 1 :])}
+    if args.only:
+        return make(args.only, todo, args)
     checkpoints = Path(f"{args.out}.d")
     checkpoints.mkdir(parents=True, exist_ok=True)
-    for number, run in enumerate(todo):
-        name = key(run)
-        lines = args.out.read_text().splitlines() if args.out.exists() else []
-        if number % parts != part - 1 or name in {json.loads(x)["key"] for x in lines}:
-            continue
-        checkpoint = checkpoints / f"{name}.pt"
-        if train.parse_args(run).train_share:  # else nothing is trained, or resumed
-            run = [*run, "--checkpoint", str(checkpoint)]
-        if checkpoint.exists():
-            run.append("--resume")
-        parsed = train.parse_args(run)
-        print(f"run {number + 1} of {len(todo)}: {' '.join(run)}", flush=True)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # Opacus on how noise is drawn
-            summary = train.train(parsed)
-        if summary["epochs"] < summary["epochs_planned"]:
-            continue  # stopped by --time-limit or --stop-after-epochs
-        config = {k: v for k, v in vars(parsed).items() if k not in train.FREE}
-        line = {"key": name, "experiment": args.experiment, **config, **summary}
-        with args.out.open("a") as file:
-            file.write(json.dumps(line) + "\n")
-        checkpoint.unlink(missing_ok=True)
-        print(train.summary_table(summary), flush=True)
+    lines = args.out.read_text().splitlines() if args.out.exists() else []
+    done = {json.loads(line)["key"] for line in lines}
+    left = [name for name in todo if name not in done]
+    errors = []
+    if args.jobs > 1:
+        with ThreadPoolExecutor(args.jobs) as pool:
+            errors = [*filter(None, pool.map(partial(in_process, argv), left))]
+    else:
+        for name in left:
+            make(name, todo, args)
     if not any(checkpoints.iterdir()):
         checkpoints.rmdir()
+    if errors:
+        raise SystemExit(
+            f"{errors[0]}\n{len(errors)} of {len(left)} runs have ended in an error, "
+            "of which this is the first. The same command tries them again."
+        )
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

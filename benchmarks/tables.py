@@ -156,21 +156,30 @@ def speed_of_readme() -> str:
 def gpu() -> str:
     """Steps on one GPU by model, as ratios to the plain eager step of each."""
     if not (RESULTS / "speed-gpu.jsonl").exists():
-        return "(Not measured yet: nobody has lent a GPU since there is this command.)"
+        return "(Not measured yet with the command as it is.)"
     rows = rows_of("speed-gpu.jsonl")
-    what = f"{rows[0]['device']}, torch {rows[0]['torch']}"
-    body = []
-    for row in (row for row in rows if "way" in row):
-        if "refused" in row:
-            cells: Sequence[str] = (row["refused"], "", "", "")
-        elif "largest" in row:
-            cells = (f"largest batch {row['largest']}", "", "", "")
-        else:
-            cells = (f"{row['ratio']:.2f}", f"{row['ms']:.1f}")
-            cells = (*cells, f"{row['mib']:.0f}", f"{row['kernels']}")
-        body.append((row["case"], row["way"], *cells))
-    heads = (f"model, T, B, type ({what})", "step", "ratio", "ms", "MiB", "kernels")
-    return written(heads, body)
+    where = dict.fromkeys(f"{row['device']}, torch {row['torch']}" for row in rows)
+    form = "{ratio:.2f} {ms:.1f} {host_ms:.1f} {busy_ms:.1f}"
+    form += " {calls} {kernels} {mib:.0f}"
+    body: List[Sequence[str]] = []
+    for row in rows:
+        cells, what = ["--"] * 7, row.get("ran") or row.get("refused")
+        if "ms" in row:
+            cells = form.format(**row).split()
+        what = what or f"largest batch {row['largest']}"
+        body.append((row["case"], row["way"], *cells, what))
+    heads = ("ratio", "ms", "host", "device", "calls", "kernels", "MiB", "ran")
+    return written((f"model, T, B, type ({'; '.join(where)})", "step", *heads), body)
+
+
+def h100() -> str:
+    """Steps on one H100 with the core of 2026-11-27; of equal ones the first."""
+    found: Dict[Any, Sequence[Any]] = {}
+    for row in rows_of("speed-h100.jsonl"):
+        numbers = (f"{row['ratio']:.2f}", *(f"{row[k]:.0f}" for k in ("ms", "mib")))
+        names = row["case"].removesuffix(", bf16"), row["way"]
+        found.setdefault(names, (*names, *numbers))
+    return written(("model, T, B", "step", "ratio", "ms", "MiB"), [*found.values()])
 
 
 def machines() -> str:
@@ -229,6 +238,7 @@ TABLES: Dict[str, Callable[[], str]] = {
     "experts": experts,
     "long-sequences": long_sequences,
     "gpu": gpu,
+    "h100": h100,
     "machines": machines,
     "scale": scale,
 }

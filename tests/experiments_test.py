@@ -51,28 +51,29 @@ def run(script, *args):
     return done.stdout
 
 
-@pytest.mark.slow
-def test_runs_are_made_once_and_reported(data, tmp_path):
+@pytest.mark.thorough
+def test_runs_share_a_device_are_made_once_and_reported(data, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(FOLDER))
+    main = importlib.import_module("dpformer").main
     out = tmp_path / "runs.jsonl"
-    common = ("table1", "--data", data, "--out", out, "--epsilons", 8, "--seeds", 0)
-    models = ("--models", "transformer", "dpformer")
+    few = "--epsilons 8 --seeds 0 --priors none --jobs 2".split()
+    common = ["paper", "--data", str(data), "--out", str(out), *few]
+    tiny = ["--", *TINY, "--evaluate-every", "1"]
 
-    # Cut off after an epoch of the second run, in the part of another process.
-    part = ("--part", "2/2")
-    run("dpformer.py", *common, *models, *part, "--", *TINY, "--stop-after-epochs", 1)
+    # Cut off after an epoch of the second run.
+    main([*common, "--models", "dpformer", *tiny, "--stop-after-epochs", "1"])
     assert not out.exists() and len(list(Path(f"{out}.d").iterdir())) == 1
-    run("dpformer.py", *common, *models, "--", *TINY)
+    main([*common, *tiny])
     rows = [json.loads(line) for line in out.read_text().splitlines()]
-    assert [row["model"] for row in rows] == ["transformer", "dpformer"]
+    assert {row["model"] for row in rows} == {"transformer", "dpformer"}
     assert all(row["epochs"] == 2 and row["epsilon_spent"] <= 8 for row in rows)
     assert not Path(f"{out}.d").exists()
-
-    assert "run" not in run("dpformer.py", *common, *models, "--", *TINY)
-    assert len(out.read_text().splitlines()) == 2
+    with pytest.raises(SystemExit, match="2 of 2 runs have ended in an error"):
+        main([*common, *tiny, "--device", "nowhere"])
 
     text = run("dpformer_report.py", out, "--figures", tmp_path)
     assert f"{rows[0]['ndcg_at_10']:.2f}" in text and "DPFormer against" in text
-    assert (tmp_path / "table1.png").exists()
+    assert (tmp_path / "figure6.png").exists()
 
 
 @pytest.mark.slow
