@@ -10,11 +10,13 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
-from torch.utils.checkpoint import checkpoint_sequential
+from torch.utils.checkpoint import (
+    checkpoint,
+    checkpoint_sequential,
+    create_selective_checkpoint_contexts,
+)
 
 from opacus_ext import clipped_grads, per_sample_grads
-from opacus_ext.losses import model_losses
 from opacus_ext.refused import Refused
 from tests.common import clipped_sum, every_mode, make_private, norms_of, oracle
 from tests.long_test import peaks
