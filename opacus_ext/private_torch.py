@@ -30,6 +30,8 @@ from torch.nn.utils import parametrize
 from torch.utils import _pytree as pytree  # noqa: F401
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass  # noqa: F401
 from torch.utils._pytree import (  # noqa: F401
+    MappingKey,
+    SequenceKey,
     TreeSpec,
     keystr,
     tree_flatten,
