@@ -299,7 +299,7 @@ def test_calls_of_a_layer(name):
         model = nn.Sequential(nn.Linear(3, 3), *(build() for _ in range(count)))
         x = torch.randn(4, 3)
         if not private:
-            forward, _ = counted(model, x)
+            forward = min(counted(model, x)[0] for _ in range(4))
             return forward, forward
         given = dict(batch_size=4, criterion=nn.MSELoss())
         parts = make_private(model, "ghost_bk", **given)

@@ -323,6 +323,8 @@ def test_refused(family):
     model = build(*which).eval()
     if "no attention asked" not in message:
         has_choice(model)
+    if "copy" in message and not hasattr(model.model.layers[0].self_attn, "expand_kv"):
+        pytest.skip(f"no keys are copied in transformers {transformers.__version__}")
     set_attention(model, "re_attention")
     tracked(model, 0.05)
     with pytest.raises(Refused, match=message) as caught:
