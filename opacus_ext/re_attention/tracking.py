@@ -243,25 +243,16 @@ class ErrorTracker:
 
     def _check(self, model: nn.Module, asked: List[Optional[nn.Module]]) -> None:
         if not asked:
-            untracked = (
-                "The errors of this model are tracked, but no attention asked for them."
-            )
-            name = type(model).__name__
-            others = ", ".join(_parts_of_another_choice(model))
-            if others:
-                raise Refused(
-                    f"{untracked} Parts of it have chosen another attention.",
-                    module=name,
-                    remedy=f"Please set theirs, too: for part in [{others}]: "
-                    'part.set_attn_implementation("re_attention")',
-                )
             raise Refused(
-                untracked,
-                module=name,
+                "The errors of this model are tracked, but no attention asked for "
+                "them.",
+                module=type(model).__name__,
                 remedy="Models of transformers need "
-                'set_attn_implementation("re_attention"); those that compute attention '
-                "in code of their own can't be corrected. Others need "
-                "opacus_ext.layers.re_attention.",
+                'set_attn_implementation("re_attention"), and where a version leaves '
+                "out their parts, as 5.17 does with those of T5, so do these: "
+                'model.encoder.set_attn_implementation("re_attention"). Those that '
+                "compute attention in code of their own can't be corrected. Others "
+                "need opacus_ext.layers.re_attention.",
             )
         if not self._checked and None not in asked:
             self._checked = True
@@ -307,21 +298,6 @@ class ErrorTracker:
 def tracker_of(model: nn.Module) -> Optional[ErrorTracker]:
     """The tracker of a model, if its errors are tracked."""
     return getattr(innermost(model), "_opacus_ext_errors", None)
-
-
-def _parts_of_another_choice(model: nn.Module) -> List[str]:
-    """
-    The parts of a model of transformers that have not chosen "re_attention" where the
-    model itself has: transformers 5.17 leaves out those with a copy of its config.
-    """
-    chosen = {
-        name: getattr(part.config, "_attn_implementation", None)
-        for name, part in model.named_modules()
-        if hasattr(part, "set_attn_implementation")
-    }
-    if chosen.get("") != "re_attention":
-        return []
-    return [f"model.{n}" for n, each in chosen.items() if each != "re_attention"]
 
 
 def _attentions(model: nn.Module, corrected: Set[type]) -> List[str]:

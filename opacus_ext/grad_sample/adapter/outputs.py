@@ -45,16 +45,12 @@ def flatten(tree: Any) -> tuple[list[tuple[Any, Any]], TreeSpec]:
 
 def _paths_in(tree: object) -> list[tuple]:
     """Returns the paths of the leaves of a tree, whose classes may give no names."""
-    if _is_packed(tree):
-        return [()]
     parts, _ = tree_flatten(tree, is_leaf=lambda part: part is not tree)
-    if len(parts) == 1 and parts[0] is tree:
+    if _is_packed(tree) or [*map(id, parts)] == [id(tree)]:
         return [()]
-    keys: list[Any] = [f", part {number}" for number in range(len(parts))]
-    if isinstance(tree, (list, tuple)):
-        keys = [SequenceKey(number) for number in range(len(parts))]
+    keys: list[Any] = [SequenceKey(number) for number in range(len(parts))]
     # The outputs of transformers 5.12 are dicts, registered without names.
-    elif isinstance(tree, dict) and len(tree) == len(parts):
+    if isinstance(tree, dict) and len(tree) == len(parts):
         keys = [MappingKey(key) for key in tree]
     return [(key, *path) for key, part in zip(keys, parts) for path in _paths_in(part)]
 
