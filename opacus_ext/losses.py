@@ -288,8 +288,6 @@ class _OwnLoss(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in (F.cross_entropy, F.nll_loss):
             return _loss_of_labels(func, *args, **kwargs)
-        if func is torch.Tensor.float and args[0].dtype == torch.float64:
-            return args[0]  # many models widen half precision so
         return func(*args, **kwargs)
 
 

@@ -34,6 +34,8 @@ from torch.utils import checkpoint as torch_checkpoint
 from torch.utils._device import DeviceContext  # noqa: F401
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass  # noqa: F401
 from torch.utils._pytree import (  # noqa: F401
+    MappingKey,
+    SequenceKey,
     TreeSpec,
     keystr,
     tree_flatten,

@@ -248,9 +248,11 @@ class ErrorTracker:
                 "them.",
                 module=type(model).__name__,
                 remedy="Models of transformers need "
-                'set_attn_implementation("re_attention"); those that compute attention '
-                "in code of their own can't be corrected. Others need "
-                "opacus_ext.layers.re_attention.",
+                'set_attn_implementation("re_attention"), and where a version leaves '
+                "out their parts, as 5.17 does with those of T5, so do these: "
+                'model.encoder.set_attn_implementation("re_attention"). Those that '
+                "compute attention in code of their own can't be corrected. Others "
+                "need opacus_ext.layers.re_attention.",
             )
         if not self._checked and None not in asked:
             self._checked = True

@@ -7,6 +7,7 @@ import pytest
 import torch
 from opacus.utils.batch_memory_manager import BatchMemoryManager
 from torch import nn
+from torch.utils._pytree import register_pytree_node
 from torch.utils.data import Dataset, default_collate
 
 from opacus_ext import Refused
@@ -502,6 +503,42 @@ def test_heads_that_squeeze(mode, size, places):
     with pytest.raises(Refused, match=r"squeezes the batch dim.*squeeze\(-1\)"):
         starts, ends = private.module(x)
         criterion(starts, y) + criterion(ends, y)
+
+
+class Named(dict):
+    """As transformers 5.12 registers its outputs: without names for their parts."""
+
+
+register_pytree_node(
+    Named, lambda d: ([*d.values()], [*d]), lambda xs, keys: Named(zip(keys, xs))
+)
+
+
+class Router(Model):
+    def forward(self, x):
+        y = self.one(x)
+        return Named(logits=y, router=Named(scores=(y, y.flatten(0, 1))))
+
+
+@pytest.mark.parametrize("mode", ["hooks", "ghost_bk", "scan"])
+def test_an_output_without_a_batch_dim_is_named(mode):
+    private = make_private(Router().double(), mode, batch_size=3)
+    with pytest.raises(Refused, match=r"output\['router'\]\['scores'\]\[1\]"):
+        squares(private.module(torch.randn(3, T, D).double())["router"]["scores"][1])
+
+
+class OfNamed(Model):
+    def forward(self, x, inputs):
+        return super().forward(x * inputs["x"])
+
+
+@pytest.mark.parametrize("mode", ["hooks", "ghost_bk", "scan"])
+def test_inputs_in_a_class_without_names(mode):
+    model, x = OfNamed().double(), torch.randn(3, T, D).double()
+    private = make_private(copy.deepcopy(model), mode, batch_size=3)
+    assert torch.allclose(private.module(x, Named(x=x)), model(x, {"x": x}))
+    with pytest.raises(Refused, match=r"inputs\['table'\]"):
+        private.module(x, Named(x=x, table=torch.randn(K, 2)))
 
 
 @pytest.mark.parametrize("make", [Squeezed, Listed])

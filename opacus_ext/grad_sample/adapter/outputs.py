@@ -12,6 +12,8 @@ from torch.nn.utils.rnn import PackedSequence
 from opacus_ext.grad_sample.adapter.objects import PLAIN, holds_data
 from opacus_ext.grad_sample.core.values import are_same, as_bits
 from opacus_ext.private_torch import (
+    MappingKey,
+    SequenceKey,
     TreeSpec,
     keystr,
     tree_flatten,
@@ -33,7 +35,24 @@ SQUEEZED = (
 
 def flatten(tree: Any) -> tuple[list[tuple[Any, Any]], TreeSpec]:
     """Returns the paths and leaves of a tree; packed sequences are leaves."""
-    return tree_flatten_with_path(tree, is_leaf=_is_packed)
+    try:
+        return tree_flatten_with_path(tree, is_leaf=_is_packed)
+    except ValueError:
+        # A class may be registered as a pytree without names for its parts.
+        leaves, structure = tree_flatten(tree, is_leaf=_is_packed)
+        return [*zip(_paths_in(tree), leaves)], structure
+
+
+def _paths_in(tree: object) -> list[tuple]:
+    """Returns the paths of the leaves of a tree, whose classes may give no names."""
+    parts, _ = tree_flatten(tree, is_leaf=lambda part: part is not tree)
+    if _is_packed(tree) or [*map(id, parts)] == [id(tree)]:
+        return [()]
+    keys: list[Any] = [SequenceKey(number) for number in range(len(parts))]
+    # The outputs of transformers 5.12 are dicts, registered without names.
+    if isinstance(tree, dict) and len(tree) == len(parts):
+        keys = [MappingKey(key) for key in tree]
+    return [(key, *path) for key, part in zip(keys, parts) for path in _paths_in(part)]
 
 
 def _is_packed(value: Any) -> bool:
@@ -87,15 +106,10 @@ def read_output(
             parts[field.name] = getattr(output, field.name)
         output = parts
     values, names = [], []
-    try:
-        pairs, structure = flatten(output)
-        for path, value in pairs:
-            values.append(value)
-            names.append(f"output{keystr(path)}")
-    except ValueError:
-        # A class may be registered as a pytree without names for its parts.
-        values, structure = tree_flatten(output, is_leaf=_is_packed)
-        names = [f"output, part {number}" for number in range(len(values))]
+    pairs, structure = flatten(output)
+    for path, value in pairs:
+        values.append(value)
+        names.append(f"output{keystr(path)}")
     return Returned(rows, size, [*map(read, values)], names, structure)
 
 

@@ -39,9 +39,11 @@ def _reached(parameters: Iterable[T]) -> list[T]:
     if not leaves:
         return []
     # The node that adds up the gradient of a leaf stands behind an edge of any node
-    # that is computed from it.
+    # that is computed from it. A node is gone with its tensor, and torch 2.11 then can
+    # no longer say what was before it.
     with torch.enable_grad():
-        edges = _Edges.apply(*leaves).grad_fn.next_functions
+        computed = _Edges.apply(*leaves)
+        edges = computed.grad_fn.next_functions
     return [p for p, (node, _) in zip(leaves, edges) if will_run(node)]
 
 
