@@ -86,6 +86,17 @@ class Monitor:
         """The factor of the gradients' noise that pays for the histogram."""
         return 1 / math.sqrt(1 - self.share)
 
+    @property
+    def ran(self) -> str:
+        """
+        See ``ran`` of the optimizer. This line alone has no noise: which way is taken
+        may depend on the records.
+        """
+        return str(self.optimizer.ran)
+
+    def __repr__(self) -> str:
+        return f"Monitor of {self._steps} steps. {self.ran}"
+
     def close(self) -> None:
         """Leaves the optimizer as it was before. Idempotent."""
         others = (each for each in self.optimizer.observers if each is not self)

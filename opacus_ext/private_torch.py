@@ -19,6 +19,7 @@ from torch._C import (  # noqa: F401
 )
 from torch._C._dynamo.eval_frame import set_eval_frame
 from torch._dynamo import config as dynamo_config  # noqa: F401
+from torch._dynamo.comptime import ComptimeContext, comptime  # noqa: F401
 from torch._dynamo.decorators import skip  # noqa: F401
 from torch._dynamo.eval_frame import OptimizeContext, OptimizedModule  # noqa: F401
 from torch._functorch.utils import enable_single_level_autograd_function  # noqa: F401

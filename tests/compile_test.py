@@ -8,6 +8,7 @@ it, so the backends that need no C++ compiler serve for all but one test.
 import copy
 import gc
 import math
+import re
 import shutil
 import warnings
 import weakref
@@ -30,6 +31,7 @@ from opacus_ext.grad_sample.modes.common import private_model_of
 from opacus_ext.layers import Experts, SwitchFeedForward
 from opacus_ext.losses import model_losses
 from opacus_ext.models.dpformer import DPFormer
+from opacus_ext.monitor import Monitor
 from opacus_ext.re_attention import track_errors
 from tests import common
 from tests.common import (
@@ -381,6 +383,74 @@ class Mixture(nn.Module):
         weights, chosen = self.router(x).softmax(-1).topk(2, dim=-1)
         rows = (y.flatten(0, 1) for y in (x, chosen, weights))
         return self.experts(*rows).view_as(x) + self.switch.balancing[:, None, None]
+
+
+class Opaque(torch.autograd.Function):
+    """A function that vmap can't run."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * 2
+
+
+def plain(m, x):
+    return m.one(x)
+
+
+def branch(m, x):
+    return m.one(x) if x.sum() > 0 else -m.one(x)
+
+
+FEW = dict(backend="eager")  # the compiler's other parts take longer
+RAN = {
+    "eager": ("ghost_bk", plain, None, 3, "eager at once"),
+    "compiled": ("ghost", plain, FEW, 2, "compiled"),
+    "hooks": ("hooks", plain, FEW, 3, "not compiled .it is for .*., eager at once"),
+    "branch": ("ghost_bk", branch, FEW, 3, "not compiled .*branch.*, eager at once"),
+    "vmap": (
+        "ghost",
+        lambda m, x: m.one(Opaque.apply(x)),
+        None,
+        3,
+        "one by one .*Op.*",
+    ),
+    "mode": ("scan", plain, None, 3, "one by one .by the mode."),
+    "one": ("ghost_bk", plain, None, 1, "one by one .alone in its batch or branch."),
+}
+
+
+@pytest.mark.parametrize("name", RAN)
+def test_how_a_step_ran(name):
+    mode, then, how, size, line = RAN[name]
+    private = make_private(net(then, one=(4, 2))(), mode, batch_size=4)
+    monitor = Monitor(private.engine, private.optimizer)
+    assert monitor.ran == "Last step: none"
+    if how is not None:
+        private.module = torch.compile(private.module, **how)
+    x = torch.randn(size, 4).abs()
+    for batch in (x[:1], x):
+        private.step(batch, square_loss)
+    told = monitor.ran
+    assert re.fullmatch(f"Last step: {line}", told)
+    for made in (private.handle, private.optimizer, monitor):
+        assert repr(made).endswith(told)
+
+
+class OpaqueLoss(nn.MSELoss):
+    def forward(self, output, target):
+        return super().forward(Opaque.apply(output), target)
+
+
+def test_a_criterion_that_runs_one_by_one():
+    model = net(plain, one=(4, 2))()
+    private = make_private(model, "ghost_bk", batch_size=4, criterion=OpaqueLoss())
+    private.criterion(private.module(torch.randn(4, 4)), torch.zeros(4, 2)).backward()
+    line = "Last step: eager at once, the criterion one by one .*Opaque.*"
+    assert re.fullmatch(line, private.optimizer.ran)
 
 
 @pytest.mark.parametrize("few, clipping", [(0, "flat"), (2**26, "per_layer")])

@@ -202,6 +202,15 @@ class ClippingOptimizer(NoisyOptimizer):
         private = getattr(self.mode, "private", None)
         return Passes() if private is None else private.passes
 
+    @property
+    def ran(self) -> str:
+        """In one line, how the samples of the last step have run, and why so."""
+        private = getattr(self.mode, "private", None)
+        return "" if private is None else str(private.ways)
+
+    def __repr__(self) -> str:
+        return f"{super().__repr__()}\n{self.ran}"
+
     def _look_at_draws(self) -> None:
         """
         Finds out how this step is accounted for.

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from torch.overrides import handle_torch_function, has_torch_function
 
 from opacus_ext.re_attention.moments import Moments, attention_variance
-from opacus_ext.re_attention.passes import TrackedPass, active, corrected_by
+from opacus_ext.re_attention.passes import TrackedPass, active, is_corrected
 from opacus_ext.re_attention.variances import Lost, quietly
 from opacus_ext.refused import Refused
 
@@ -136,7 +136,7 @@ def errors_of(
     mode = active()
     if mode is not None:
         return mode, mode.key_variance(key, module)
-    if corrected_by(module) is not None:
+    if module is not None and is_corrected(id(module), module.training):
         raise Refused(
             f"{type(module).__name__}: attention {list(key.shape)} is computed outside "
             "of the model's forward pass, where errors are not tracked.",

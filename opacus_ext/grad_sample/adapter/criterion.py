@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from numbers import Number
 from typing import Any, Callable, Hashable, Iterable, Sequence
 
@@ -40,6 +41,7 @@ class SampleCriterion:
         self.criterion = criterion
         self.reduction = reduction
         self.warn = warn
+        self.alone = ""  # why it has run for one sample after the other
         self.state = State(criterion)
         self.dims = dict(enumerate(_DIMS.get(type(criterion), ())))
         self.name = getattr(criterion, "__name__", type(criterion).__name__)
@@ -184,7 +186,8 @@ class SampleCriterion:
             losses.append(self._loss(some.alone(number))[None])
             rows.append(row)
 
-        in_groups([samples], at_once, alone)
+        self.alone = ""
+        in_groups([samples], at_once, alone, warn=partial(setattr, self, "alone"))
         changes = self.state.changes()
         if changes:
             self.state.restore()

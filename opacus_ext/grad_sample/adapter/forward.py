@@ -31,7 +31,7 @@ from opacus_ext.grad_sample.adapter.outputs import (
     combine_outputs,
     read_output,
 )
-from opacus_ext.grad_sample.adapter.passes import Doubt, draw_of
+from opacus_ext.grad_sample.adapter.passes import Doubt, Passes, draw_of
 from opacus_ext.grad_sample.adapter.state import Change
 from opacus_ext.grad_sample.core.clip import DenseGrads
 from opacus_ext.grad_sample.core.gradients import (
@@ -47,6 +47,32 @@ from opacus_ext.private_torch import is_batched, tree_leaves
 from opacus_ext.refused import Refused, add_note
 
 T = torch.Tensor
+ALONE = "one by one"  # a way to run, see Ways
+
+
+class Ways:
+    """
+    The ways in which samples of a step have run, each with the reason why in no faster
+    one. It is the latest step of which a sample has run.
+    """
+
+    def __init__(self, passes: Passes):
+        self._passes = passes
+        self._ended = 0  # number of steps before this one
+        self._reasons: dict[str, str] = {}
+
+    def note(self, way: str, reason: str = "") -> None:
+        """Notes that samples have run in this way."""
+        if self._ended != self._passes.ended:
+            self._ended = self._passes.ended
+            self._reasons = {}
+        self._reasons[way] = reason
+
+    def __str__(self) -> str:
+        texts = []
+        for way, reason in self._reasons.items():
+            texts.append(f"{way} ({reason})" if reason else way)
+        return f"Last step: {', '.join(texts) or 'none'}"
 
 
 class GroupOutputs(NamedTuple):
@@ -203,7 +229,8 @@ class ForwardRecord:
 
     def warn(self, reason: str) -> None:
         """Warns that vmap fails; later samples run one by one."""
-        self.model.vmap_fails = True
+        self.model.vmap_fails = reason
+        self.model.ways.note(ALONE, reason)
         if not self.model.one_by_one:
             warn_one_by_one(self.model.describe(), reason)
 
@@ -236,6 +263,7 @@ class ForwardRecord:
             self.compiled = None
             return False
         if result is None:
+            self.model.ways.note("not compiled", "a norm is not finite")
             return False
         output, program = result
         rows, size = samples.rows, samples.size
@@ -325,6 +353,16 @@ class ForwardRecord:
         for tensor, before in self._shared:
             if version(tensor) != before:
                 raise self._changes("an input that all samples share", "in place, and ")
+        way, reason = "eager at once", ""
+        if part.group is None:
+            way, reason = ALONE, "alone in its batch or branch"
+            if self.model.one_by_one:
+                reason = "by the mode"
+            reason = self.model.vmap_fails or reason
+        elif isinstance(part.group, (CompiledGroup, ClippedStep)):
+            way = "compiled"
+        if returned.size:
+            self.model.ways.note(way, reason)
         if self.total is None:
             self.groups.append(part)
         else:

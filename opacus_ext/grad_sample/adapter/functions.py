@@ -18,6 +18,7 @@ from opacus_ext.grad_sample.core.clip import GroupNorms, norms_and_sums
 from opacus_ext.grad_sample.core.gradients import no_autocast
 from opacus_ext.grad_sample.core.groups import Samples
 from opacus_ext.grad_sample.core.traced import TracedGroup
+from opacus_ext.grad_sample.core.values import key_function
 from opacus_ext.grad_sample.rules import NotAtOnce
 from opacus_ext.private_torch import is_batched, tree_flatten, tree_unflatten
 
@@ -152,7 +153,8 @@ def clip_samples(
     scale: T | float,
 ) -> tuple[T, list[T | None]]:
     """Returns norms and clipped sums of the samples that are in the mask."""
-    norms = GroupNorms(params, group.size, clipping.per_parameter)
+    by_parameter = clipping.per_parameter
+    norms = GroupNorms(params, group.size, by_parameter, tensor_key=key_function())
     norms.finish(group.collect(saved, grads, group.size, mask))
     factors = partial(clipping.factors, bound=bound)
     return norms_and_sums(norms, factors, scale, mask > 0)

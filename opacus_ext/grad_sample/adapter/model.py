@@ -18,7 +18,7 @@ from opacus_ext.grad_sample.adapter.compiled import (
     CompiledStep,
     Total,
 )
-from opacus_ext.grad_sample.adapter.forward import ForwardRecord
+from opacus_ext.grad_sample.adapter.forward import ForwardRecord, Ways
 from opacus_ext.grad_sample.adapter.inputs import InputReader, Inputs
 from opacus_ext.grad_sample.adapter.outputs import Leaf
 from opacus_ext.grad_sample.adapter.passes import Passes
@@ -136,6 +136,7 @@ class PrivateModel:
         one_by_one: True if no samples run together
         size: batch size of the last call
         passes: the backward passes whose gradients the next step takes
+        ways: how the samples of the last step have run
         compiles: True if samples may run in compiled programs
     """
 
@@ -164,8 +165,9 @@ class PrivateModel:
         self._optimizer: weakref.ref[Any] | None = None
         self.size = 0
         self.passes = Passes()
+        self.ways = Ways(self.passes)
         self.output_dims: dict[tuple[str, torch.Size], int] = {}  # see ForwardRecord
-        self.vmap_fails = False
+        self.vmap_fails = ""  # the reason, if there is one
         self.zeros_leave_nothing = False  # True if a sample of zeros changed no state
         self.settings = settings_of(module)
         self.has_compiled = any(map(settings_of, module.modules()))
@@ -289,7 +291,7 @@ class PrivateModel:
             forward.inputs.samples,
             forward.at_once,
             forward.alone,
-            one_by_one=self.one_by_one or self.vmap_fails,
+            one_by_one=self.one_by_one or bool(self.vmap_fails),
             warn=forward.warn,
         )
 
@@ -480,5 +482,6 @@ class PrivateModel:
                 f"can't be compiled as a whole (fullgraph=True): {reason}.",
                 "Leave fullgraph out, and it is trained exactly, not compiled.",
             )
+        self.ways.note("not compiled", reason)
         text = f"{self.describe()} is trained exactly, and not compiled: {reason}."
         warn_once(self, text, text)

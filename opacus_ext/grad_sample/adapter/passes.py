@@ -134,10 +134,12 @@ class Passes:
 
     Attributes:
         counter: of the loader of make_private; None if there is none
+        ended: number of logical batches that are over, by a step or without
     """
 
     def __init__(self) -> None:
         self.counter: Counter | None = None
+        self.ended = 0
         # The passes of the gradients that are in the parameters now.
         self._new: list[Pass] = []
         # The passes of sums that the physical batches before have left.
@@ -225,6 +227,7 @@ class Passes:
         self._new = []
         if kept:
             self._kept = []
+            self.ended += 1
 
     def draws(self) -> frozenset[Draw]:
         """Returns the draws that the gradients of a step are known to be of."""

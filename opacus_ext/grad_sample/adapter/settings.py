@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from logging import Logger
+from logging import Logger, LogRecord, getLogger
 from typing import Any, Callable, NamedTuple
 
 import torch
@@ -62,7 +62,14 @@ def changed_config() -> dict[str, Any]:
     if hasattr(config, "ignore_logger_methods"):
         methods = [getattr(Logger, name, None) for name in _LOGGING]
         changes["ignore_logger_methods"] = set(methods) - {None}
+        # torch 2.11 logs an error for each program: functions can't be written as JSON.
+        if torch.__version__ < "2.12":
+            getLogger("torch._dynamo.metrics_context").addFilter(_is_no_metric)
     return changes
+
+
+def _is_no_metric(record: LogRecord) -> bool:
+    return "logging compilation metrics" not in record.getMessage()
 
 
 def frame_to_count(x: T) -> T:

@@ -17,6 +17,7 @@ from opacus_ext.clipping import check_parameters, is_built_in
 from opacus_ext.grad_sample.core.gradients import SMALL, GradSamples, gradients_of_group
 from opacus_ext.grad_sample.core.group import SampleGroup
 from opacus_ext.grad_sample.core.two_passes import add_in_two_passes
+from opacus_ext.grad_sample.core.values import Key
 from opacus_ext.grad_sample.factors import (
     ROUNDING,
     GradSample,
@@ -57,6 +58,7 @@ class GroupNorms:
         size: number of samples
         per_parameter: True for norms of each parameter
         keep: True if the gradients are kept for the weighted sum
+        tensor_key: gives the keys of parameters
     """
 
     norms: T  # set by :meth:`finish`
@@ -67,10 +69,11 @@ class GroupNorms:
         size: int,
         per_parameter: bool = False,
         keep: bool = True,
+        tensor_key: Callable[..., Key] = id,
     ):
         self.params, self.size = params, size
         self.per_parameter, self.keep = per_parameter, keep
-        self.keys = list(map(id, params))
+        self.keys = list(map(tensor_key, params))
         self.device = params[0].device
         self.dtype = torch.promote_types(params[0].dtype, torch.float32)
         self.samples: GradSamples = {}

@@ -43,6 +43,7 @@ from opacus_ext.grad_sample.core.sharded import (
     sharded_sum,
 )
 from opacus_ext.grad_sample.core.traced import TracedGroup
+from opacus_ext.grad_sample.core.values import Key, key_function
 from opacus_ext.grad_sample.factors import dtype_of, tf32_settings
 from opacus_ext.grad_sample.rules import NotAtOnce
 from opacus_ext.private_torch import TreeSpec, tree_flatten, tree_unflatten
@@ -261,12 +262,13 @@ def _trained(params: Mapping[str, T], microbatch: int | None) -> dict[str, T]:
     for name, parameter in params.items():
         if parameter.requires_grad:
             trained[name] = parameter
-    names: dict[int, str] = {}
+    names: dict[Key, str] = {}
+    tensor_key = key_function()
     # Compiled code calls no hook.
     if not torch.compiler.is_compiling():
         refuse_hooks(trained.items())
     for name, parameter in trained.items():
-        other = names.setdefault(id(parameter), name)
+        other = names.setdefault(tensor_key(parameter), name)
         if other != name:
             raise Refused(
                 f"{other} and {name} are one tensor, whose gradient would be "
@@ -463,7 +465,8 @@ def _clipped_traced(
     with torch.no_grad():
         differentiate = torch.func.grad(total, has_aux=True)
         gradients, (losses, auxiliary, saved) = differentiate(first.make_slots())
-        group = GroupNorms(values, size, getattr(clipping, "per_parameter", False))
+        by_parameter = getattr(clipping, "per_parameter", False)
+        group = GroupNorms(values, size, by_parameter, tensor_key=key_function())
         # Autocast, in which the loss may run, would round norms and sums.
         with torch.autocast(values[0].device.type, enabled=False):
             group.finish(first.collect(saved, gradients, size))

@@ -29,15 +29,15 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn import functional as F
 
-from opacus_ext.grad_sample.core.values import key_of
+from opacus_ext.grad_sample.core.values import Key, key_of
 from opacus_ext.grad_sample.factors import Factor, GradSample, OneHot, full_precision
 from opacus_ext.grad_sample.rules import NotAtOnce
 from opacus_ext.private_torch import gradients
 from opacus_ext.refused import Refused
 
 T = torch.Tensor
-# By the id of a parameter; a gradient that is missing is zero.
-GradSamples = dict[int, GradSample]
+# By the key of a parameter (core/values.py); a gradient that is missing is zero.
+GradSamples = dict[Key, GradSample]
 FactorsFn = Callable[..., Sequence[tuple[Factor, ...]]]
 
 # Gradients with at most this many entries are bundled, which saves kernel launches.
@@ -51,10 +51,10 @@ Show = Callable[[Hashable, T], None]
 class ParameterValue:
     """A parameter, a view of one, or what was computed from parameters without data."""
 
-    def __init__(self, tensor: T):
+    def __init__(self, tensor: T, key: Key):
         self.tensor = tensor
         self.shape = tensor.shape
-        self.key = id(tensor)
+        self.key = key
         # The version tells whether the value is changed in place later.
         self.version = tensor._version
         # The edge of the graph that leads to the parameters; a leaf has none.
@@ -176,11 +176,12 @@ class Collector:
         bundles: False to handle each use by itself
         mask: samples that count ``[B]``, in compiled code; None for all
         show: called with a key for each use, or bundle of uses, and its backprops
-        touched: parameters whose gradients others deliver, by their ids: one mapping
+        touched: parameters whose gradients others deliver, by their keys: one mapping
             for each delivery
+        tensor_key: gives the keys of parameters
 
     Attributes:
-        samples: the gradients so far, by the ids of the parameters
+        samples: the gradients so far, by the keys of the parameters
     """
 
     def __init__(
@@ -192,24 +193,24 @@ class Collector:
         bundles: bool = True,
         mask: T | None = None,
         show: Show | None = None,
-        touched: Iterable[Iterable[int]] = (),
+        touched: Iterable[Iterable[Key]] = (),
+        tensor_key: Callable[..., Key] = id,
     ):
         params = tuple(params)
-        # Tensors are known by their ids: comparing them would compare their values.
-        self.params = dict(zip(map(id, params), params))
+        self.tensor_key = tensor_key
+        self.params = dict(zip(map(self.tensor_key, params), params))
         self.size = size
         self.frees = frees
         self.bundles = bundles
         self.mask = mask
         self.show = show
         self.samples: GradSamples = {}
-        # Views and computed values are known by the ids of their records.
-        self._views: dict[int, View | None] = {}
-        self._computed: dict[int, tuple[ParameterValue, GradSample]] = {}
+        self._views: dict[ParameterValue, View | None] = {}
+        self._computed: dict[ParameterValue, GradSample] = {}
         self._bundles: dict[tuple, list[tuple[ParameterUse, T]]] = {}
         # Uses and computed values that are left of each parameter; uses of each value.
-        self._left: dict[int, int] = defaultdict(int)
-        self._of_value: dict[int, int] = defaultdict(int)
+        self._left: dict[Key, int] = defaultdict(int)
+        self._of_value: dict[ParameterValue, int] = defaultdict(int)
         for use in uses:
             for value in use.values:
                 if value is None:
@@ -225,18 +226,17 @@ class Collector:
 
     def _expect(self, value: ParameterValue) -> None:
         """Counts a use of a value that is no parameter itself."""
-        key = id(value)
-        is_new = key not in self._of_value
-        self._of_value[key] += 1
+        is_new = value not in self._of_value
+        self._of_value[value] += 1
         if is_new:
-            self._views[key] = view_of(value, self.params)
-        view = self._views[key]
+            self._views[value] = view_of(value, self.params)
+        view = self._views[value]
         # Uses of a view are uses of its parameter. Any other value is pulled once.
         if view is not None:
-            self._left[id(view.parameter)] += 1
+            self._left[self.tensor_key(view.parameter)] += 1
         elif is_new:
             for leaf in value.leaves():
-                self._left[id(leaf)] += 1
+                self._left[self.tensor_key(leaf)] += 1
 
     def add(self, use: ParameterUse, backprops: T) -> list[T]:
         """
@@ -263,7 +263,7 @@ class Collector:
             if value.key in self.params:
                 complete += self._add(value.tensor, factors, size)
                 continue
-            view = self._views[id(value)]
+            view = self._views[value]
             # A rule may give factors of other dims than the view has.
             if view is not None and len(view.axes) in (0, len(factors)):
                 factors = _of_param(view, factors)
@@ -288,7 +288,7 @@ class Collector:
 
     def _add(self, parameter: T, factors: tuple[Factor, ...], size: int) -> list[T]:
         """Adds gradients of a parameter; returns it if these are complete."""
-        key = id(parameter)
+        key = self.tensor_key(parameter)
         sample = self.samples.get(key)
         if sample is None:
             sample = GradSample(parameter.shape, size)
@@ -304,20 +304,19 @@ class Collector:
         self, value: ParameterValue, factors: tuple[Factor, ...], size: int
     ) -> list[T]:
         """Adds gradients of a value that was computed from parameters."""
-        key = id(value)
-        view = self._views[key]
-        if key not in self._computed:
-            self._computed[key] = value, GradSample(value.shape, size)
+        view = self._views[value]
+        if value not in self._computed:
+            self._computed[value] = GradSample(value.shape, size)
             # The value itself is one more use of the parameter, until it is pulled.
             if view is not None:
-                self._left[id(view.parameter)] += 1
-        self._computed[key][1].add(*factors)
-        self._of_value[key] -= 1
+                self._left[self.tensor_key(view.parameter)] += 1
+        self._computed[value].add(*factors)
+        self._of_value[value] -= 1
         if view is not None:
-            self._left[id(view.parameter)] -= 1
+            self._left[self.tensor_key(view.parameter)] -= 1
         # At the end of the backward pass, the freed parameters would be gone.
-        if self.frees and not self._of_value[key]:
-            return self._pull(*self._computed.pop(key))
+        if self.frees and not self._of_value[value]:
+            return self._pull(value, self._computed.pop(value))
         return []
 
     def add_samples(self, samples: GradSamples, keeps: bool = False) -> list[T]:
@@ -347,7 +346,7 @@ class Collector:
         complete: list[T] = []
         for bundle in self._bundles.values():
             complete += self._add_together(bundle)
-        for value, sample in self._computed.values():
+        for value, sample in self._computed.items():
             complete += self._pull(value, sample)
         return complete
 
@@ -356,7 +355,9 @@ class Collector:
         # TF32 would round the gradients, which all else keeps exact.
         with full_precision(value.shared.device):
             grads = sample.materialize().to(value.tensor.dtype)
-        leaves = [leaf for leaf in value.leaves() if id(leaf) in self.params]
+        leaves = [
+            leaf for leaf in value.leaves() if self.tensor_key(leaf) in self.params
+        ]
         complete: list[T] = []
         if not leaves:
             return complete
@@ -387,7 +388,7 @@ class Collector:
             for (use, _), rows_of_use in zip(uses, rows.unbind()):
                 parameter = use.values[position].tensor
                 sample = GradSample(parameter.shape, self.size, rows_of_use)
-                self.samples[id(parameter)] = sample
+                self.samples[self.tensor_key(parameter)] = sample
                 complete.append(parameter)
         return complete
 
@@ -427,7 +428,7 @@ class View(NamedTuple):
     starts: tuple[int, ...] = ()
 
 
-def view_of(value: ParameterValue, params: dict[int, T]) -> View | None:
+def view_of(value: ParameterValue, params: dict[Key, T]) -> View | None:
     """Describes a value as a view of a parameter; None if it is no view."""
     if value.edge is None:
         return None

@@ -34,13 +34,13 @@ from opacus_ext.grad_sample.core.gradients import (
     of_copies,
 )
 from opacus_ext.grad_sample.core.recompute import NAME, Segment, tied
-from opacus_ext.grad_sample.core.values import as_bits
+from opacus_ext.grad_sample.core.values import Key, as_bits
 from opacus_ext.grad_sample.core.vmap import (
+    COMPOSITE,
     BranchesDiffer,
     Level,
     Outside,
     decomposed,
-    is_composite,
     saved_tensor_hooks,
     whole,
 )
@@ -61,6 +61,8 @@ from opacus_ext.private_torch import (
 from opacus_ext.refused import Refused
 
 T = torch.Tensor
+# Tensors, each with the one that replaces it.
+Pairs = Sequence[tuple[T, T]]
 _OF_OTHERS = OpOverload, OpOverloadPacket, HigherOrderOperator
 # The types of torch's own functions: checking for others, abstract, takes longer.
 _PLAIN = {*map(type, (torch.add, T.add, T.__add__, torch.einsum))}
@@ -82,10 +84,11 @@ class SampleGroup(TorchFunctionMode):
     # Compiled code, where this is False, can't leave the vmap level.
     eager = True
     is_batched = staticmethod(is_batched)
+    tensor_key: Callable[..., Key] = staticmethod(id)
 
     def __init__(self, params: Iterable[T], size: int):
         super().__init__()
-        self.params = set(map(id, params))
+        self.params = set(map(self.tensor_key, params))
         self.size = size
         self.uses: list[ParameterUse] = []
         # The parts of the forward that run again in the backward pass.
@@ -99,8 +102,8 @@ class SampleGroup(TorchFunctionMode):
         self.runs_others = False
         #: What an op has raised, as the code may catch it; see :meth:`watch`.
         self.signal: Exception | None = None
-        self._values: dict[int, ParameterValue] = {}
-        self._copies: dict[int, T] = {}
+        self._values: dict[Key, ParameterValue] = {}
+        self._copies: dict[ParameterValue, T] = {}
         self.level = Level(size)
         self.wrap = self.level.wrap
         # The ids of inputs, which outlive this group.
@@ -146,8 +149,8 @@ class SampleGroup(TorchFunctionMode):
             return False
         return tensor.requires_grad and not is_batched(tensor)
 
-    def find_shared(self, args: Iterable) -> dict[int, T]:
-        """Returns parameters, and values computed from them alone, by their ids."""
+    def find_shared(self, args: Iterable) -> dict[Key, T]:
+        """Returns parameters, and values computed from them alone, by their keys."""
         shared, arguments = {}, [*args]
         for argument in arguments:
             kind = type(argument)
@@ -158,7 +161,7 @@ class SampleGroup(TorchFunctionMode):
                 arguments += argument
             elif kind in _TENSORS or isinstance(argument, T):
                 if argument.requires_grad and not is_batched(argument):
-                    shared[id(argument)] = argument
+                    shared[self.tensor_key(argument)] = argument
         return shared
 
     # -- ops ---------------------------------------------------------------------------
@@ -331,7 +334,7 @@ class SampleGroup(TorchFunctionMode):
                 if output is not None:
                     return output
         batched = _any_batched(arguments)
-        if batched and function not in OF_ALL and is_composite(function):
+        if batched and function not in OF_ALL and function in COMPOSITE:
             with self:
                 return decomposed(function)(*args, **kwargs)
         if not batched:
@@ -340,14 +343,14 @@ class SampleGroup(TorchFunctionMode):
             if not _any_batched((result,)):
                 return self.made(function, args, kwargs, result)
         self.check_in_place(function, args, shared)
-        copies = {key: self.copy(tensor) for key, tensor in shared.items()}
+        copies = [(tensor, self.copy(tensor)) for tensor in shared.values()]
         return call_with(copies, partial(self.run_op, function), args, kwargs)
 
     def _call_detached(
         self, leaves: list[T], function: Callable, args: tuple, kwargs: dict
     ) -> Any:
         """Runs an op of leaves that are not among the parameters, as constants."""
-        constants = {id(leaf): leaf.detach() for leaf in leaves}
+        constants = [(leaf, leaf.detach()) for leaf in leaves]
         result = call_with(constants, partial(self.call, function), args, kwargs)
         # A new layer that the forward makes, and may drop, is initialized first.
         initializes = changes_in_place(function) and args[0] is leaves[0]
@@ -388,14 +391,14 @@ class SampleGroup(TorchFunctionMode):
 
     def check_in_place(self, function: Callable, args: tuple, shared: dict) -> None:
         """Raises if an op changes a value computed from parameters."""
-        if args and changes_in_place(function) and id(args[0]) in shared:
+        if args and changes_in_place(function) and self.tensor_key(args[0]) in shared:
             raise NotAtOnce("a value computed from parameters that data change")
 
     def made(self, function: Callable, args: tuple, kwargs: dict, result: Any) -> Any:
         """Called with each op of parameters without data; returns its result."""
         return result
 
-    def constants(self, shared: dict[int, T]) -> list[T]:
+    def constants(self, shared: dict[Key, T]) -> list[T]:
         """Returns the leaves that are not among the parameters."""
         leaves = []
         for key, tensor in shared.items():
@@ -411,20 +414,20 @@ class SampleGroup(TorchFunctionMode):
 
     # -- uses --------------------------------------------------------------------------
 
-    def value(self, tensor: T, key: int) -> ParameterValue:
-        """Returns the record of a parameter, or a value computed from some, by id."""
+    def value(self, tensor: T, key: Key) -> ParameterValue:
+        """Returns the record of a parameter, or a value computed from some, by key."""
         if key not in self._values or self._values[key].version != tensor._version:
-            self._values[key] = ParameterValue(tensor)
+            self._values[key] = ParameterValue(tensor, key)
         return self._values[key]
 
     def values_of(
-        self, op: Op, shared: dict[int, T]
+        self, op: Op, shared: dict[Key, T]
     ) -> tuple[ParameterValue | None, ...] | None:
         """
         Returns the values that an op uses, None for those that are not trained. Returns
         None instead of all if the rule does not apply.
         """
-        keys = [*map(id, op.params)]
+        keys = [*map(self.tensor_key, op.params)]
         for param, key in zip(op.params, keys):
             if param is None or key in shared and not param.dtype.is_complex:
                 continue
@@ -432,7 +435,7 @@ class SampleGroup(TorchFunctionMode):
             if param.dtype.is_complex or param.requires_grad or is_batched(param):
                 return None
         by_data = False
-        for tensor, key in zip(op.data, map(id, op.data)):
+        for tensor, key in zip(op.data, map(self.tensor_key, op.data)):
             is_shared = key in shared
             if tensor.dtype.is_complex or tensor.requires_grad and not is_shared:
                 return None
@@ -449,7 +452,7 @@ class SampleGroup(TorchFunctionMode):
         self,
         function: Callable,
         op: Op,
-        shared: dict[int, T],
+        shared: dict[Key, T],
         args: tuple,
         kwargs: dict,
     ) -> T | None:
@@ -462,8 +465,10 @@ class SampleGroup(TorchFunctionMode):
             return None
         data: Sequence[T] = op.data
         if True in map(_requires_grad, data):
+            keys = map(self.tensor_key, data)
             data = [
-                self.copy(tensor) if id(tensor) in shared else tensor for tensor in data
+                self.copy(tensor) if key in shared else tensor
+                for tensor, key in zip(data, keys)
             ]
         run_all = op.run_all if True in map(is_batched, data) else None
         if run_all is None:
@@ -494,20 +499,20 @@ class SampleGroup(TorchFunctionMode):
         """Returns per-sample copies of what is made of parameters, or the tensor."""
         if tensor is None or not self.is_shared(tensor) or not torch.is_grad_enabled():
             return tensor
-        if self.constants({id(tensor): tensor}):
+        if self.constants({self.tensor_key(tensor): tensor}):
             self.check_leaves([tensor])
             return tensor.detach()
         return self.copy(tensor)
 
     def copy(self, tensor: T) -> T:
         """Returns one copy for each sample, without memory, at the vmap level."""
-        value = self.value(tensor, id(tensor))
-        copies = self._copies.get(id(value))
+        value = self.value(tensor, self.tensor_key(tensor))
+        copies = self._copies.get(value)
         if copies is None:
             with self.outside():
                 rows, event_dims = self.inner(value.shared), value.tensor.ndim
                 copies = self.note(rows, (value,), of_copies, event_dims, (), ())
-            self._copies[id(value)] = copies
+            self._copies[value] = copies
         return copies
 
     def note(
@@ -618,33 +623,28 @@ def changes_in_place(function: Callable) -> bool:
 
 def swapped(
     op: Op, values: Sequence[ParameterValue | None], data: Sequence[T]
-) -> dict[int, T]:
+) -> Pairs:
     """Returns what an op is called with instead of its parameters and shared data."""
-    replaced = {}
-    for tensor, other in zip(op.data, data):
-        if tensor is not other:
-            replaced[id(tensor)] = other
-    for value in values:
-        if value is not None:
-            replaced[id(value.tensor)] = value.shared
-    return replaced
+    used = [value for value in values if value is not None]
+    return [(value.tensor, value.shared) for value in used] + [*zip(op.data, data)]
 
 
-def call_with(
-    replaced: dict[int, T], function: Callable, args: tuple, kwargs: dict
-) -> Any:
-    """Calls a function with some tensors replaced, by their ids."""
+def call_with(replaced: Pairs, function: Callable, args: tuple, kwargs: dict) -> Any:
+    """Calls a function with some tensors replaced by others."""
     if kwargs:
         kwargs = dict(zip(kwargs, _swapped([*kwargs.values()], replaced)))
     return function(*_swapped(args, replaced), **kwargs)
 
 
-def _swapped(args: tuple | list, replaced: dict[int, T]) -> Any:
+def _swapped(args: tuple | list, replaced: Pairs) -> Any:
     """Replaces tensors in arguments, and in lists of these."""
     arguments = []
     for argument in args:
         if isinstance(argument, T):
-            argument = replaced.get(id(argument), argument)
+            for tensor, other in replaced:
+                if argument is tensor:
+                    argument = other
+                    break
         elif type(argument) in _LISTS:
             argument = _swapped(argument, replaced)
         arguments.append(argument)

@@ -24,6 +24,7 @@ from opacus_ext.grad_sample.core.gradients import (
 )
 from opacus_ext.grad_sample.core.group import SampleGroup, call_with, swapped
 from opacus_ext.grad_sample.core.groups import Samples, version
+from opacus_ext.grad_sample.core.values import Key, key_function
 from opacus_ext.grad_sample.rules import (
     HANDLERS,
     IN_COMPILED,
@@ -31,7 +32,13 @@ from opacus_ext.grad_sample.rules import (
     NotAtOnce,
     Op,
 )
-from opacus_ext.private_torch import is_batched, renewed, tree_unflatten
+from opacus_ext.private_torch import (
+    ComptimeContext,
+    comptime,
+    is_batched,
+    renewed,
+    tree_unflatten,
+)
 
 T = torch.Tensor
 
@@ -44,7 +51,7 @@ class Recipe(NamedTuple):
         function, args, kwargs: the call
         position: index of the value in the output, if that is a tuple
         parts: arguments that depend on parameters
-        value: the value, which is held so that its id stays its own
+        value: the value, which is held so that its key stays its own
     """
 
     function: Callable
@@ -66,48 +73,65 @@ def _kind(tensor: T) -> tuple:
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
 
 
+_CHANGED = "a parameter that is changed in place"
+
+# The next two are called while Dynamo traces. From torch 2.14 on it tells no mode of
+# ``x[i] = y``, so that only the version says it.
+
+
+def _remember(context: ComptimeContext) -> None:
+    """Remembers the version of what stands in for the local variable `output`."""
+    output: Any = context.get_local("output").as_fake()
+    output.version_made = output._version
+
+
+def _check(context: ComptimeContext) -> None:
+    """Refuses a value that was changed in place, the local variable `tensor`."""
+    tensor: Any = context.get_local("tensor").as_fake()
+    if tensor.version_made != tensor._version:
+        raise NotAtOnce(_CHANGED)
+
+
 class TracedValue(ParameterValue):
     """A parameter, or a value that is computed again to backpropagate through it."""
 
     edge = None
 
-    def __init__(self, tensor: T, recipes: dict[int, Recipe]):
+    def __init__(self, tensor: T, key: Key, recipes: dict[T, Recipe]):
         self.tensor = tensor
         self.shape = tensor.shape
-        self.key = id(tensor)
+        self.key = key
         self.shared = tensor.detach()
         self.recipes = recipes
 
     def leaves(self) -> list[T]:
         tensors = [self.tensor]
-        leaves = {}
+        leaves: dict[T, None] = {}
         for tensor in tensors:
-            key = id(tensor)
-            if key in self.recipes:
+            if tensor in self.recipes:
                 # The loop goes on with what the value was computed from.
-                tensors += self.recipes[key].parts
+                tensors += self.recipes[tensor].parts
             else:
-                leaves[key] = tensor
-        return list(leaves.values())
+                leaves[tensor] = None
+        return list(leaves)
 
     def pull(self, leaves: list[T], grads: T) -> Sequence[T | None]:
         def again(*values: T) -> T:
-            made = dict(zip(map(id, leaves), values))
-            return self._again(self.tensor, made)
+            return self._again(self.tensor, dict(zip(leaves, values)))
 
         constants = [leaf.detach() for leaf in leaves]
         _, backpropagate = torch.func.vjp(again, *constants)
         return torch.vmap(backpropagate)(grads)
 
-    def _again(self, tensor: T, made: dict[int, T]) -> T:
-        """Computes a value again from what is made already, by id."""
-        key = id(tensor)
-        if key in made or key not in self.recipes:
-            return made.get(key, tensor)
-        recipe = self.recipes[key]
+    def _again(self, tensor: T, made: dict[T, T]) -> T:
+        """Computes a value again from what is made already."""
+        if tensor in made or tensor not in self.recipes:
+            return made.get(tensor, tensor)
+        recipe = self.recipes[tensor]
         for part in recipe.parts:
-            made[id(part)] = self._again(part, made)
-        output = call_with(made, recipe.function, recipe.args, recipe.kwargs)
+            made[part] = self._again(part, made)
+        pairs = [*made.items()]
+        output = call_with(pairs, recipe.function, recipe.args, recipe.kwargs)
         if recipe.position is None:
             return output
         return output[recipe.position]
@@ -167,13 +191,14 @@ class TracedGroup(SampleGroup):
     eager = False
 
     def __init__(self, params: Sequence[T], size: int, attaches: bool = False):
+        self.tensor_key = key_function()
         super().__init__(params, size)
         self.all, self.attaches = params, attaches
         # The slots of one sample, as it sees them.
         self.slots: Sequence[T] | None = None
         # The shapes and dtypes of the slots.
         self.likes: list[tuple[torch.Size, torch.dtype]] = []
-        self._recipes: dict[int, Recipe] = {}
+        self._recipes: dict[T, Recipe] = {}
 
     def inner(self, tensor: T) -> T:
         return tensor
@@ -210,25 +235,33 @@ class TracedGroup(SampleGroup):
             raise
 
     def is_shared(self, tensor: T | None) -> bool:
-        key = id(tensor)
-        if key in self.params or key in self._recipes:
+        if tensor is None:
+            return False
+        if self.tensor_key(tensor) in self.params or self.is_made(tensor):
             return True
         return super().is_shared(tensor)
 
-    def find_shared(self, args: Iterable) -> dict[int, T]:
+    def is_made(self, tensor: T) -> bool:
+        """Returns True if it was computed from parameters without data."""
+        if tensor not in self._recipes:
+            return False
+        comptime(_check)
+        return True
+
+    def find_shared(self, args: Iterable) -> dict[Key, T]:
         shared = super().find_shared(args)
         for argument in args:
             items = argument
             if type(argument) not in (list, tuple):
                 items = (argument,)
             for item in items:
-                if id(item) in self._recipes:
-                    shared[id(item)] = item
+                if isinstance(item, T) and self.is_made(item):
+                    shared[self.tensor_key(item)] = item
         return shared
 
-    def constants(self, shared: dict[int, T]) -> list[T]:
+    def constants(self, shared: dict[Key, T]) -> list[T]:
         leaves = super().constants(shared)
-        return [leaf for leaf in leaves if id(leaf) not in self._recipes]
+        return [leaf for leaf in leaves if not self.is_made(leaf)]
 
     def call(self, function: Callable, /, *args: Any, **kwargs: Any) -> Any:
         compiled = IN_COMPILED.get(function, function)
@@ -261,23 +294,24 @@ class TracedGroup(SampleGroup):
             if not output.is_floating_point() and not output.is_complex():
                 continue
             if any(output is argument for argument in args):
-                raise NotAtOnce("a parameter that is changed in place")
+                raise NotAtOnce(_CHANGED)
             recipe = Recipe(function, args, kwargs, position, parts, output)
-            self._recipes[id(output)] = recipe
+            self._recipes[output] = recipe
+            comptime(_remember)
         return result
 
-    def value(self, tensor: T, key: int) -> ParameterValue:
+    def value(self, tensor: T, key: Key) -> ParameterValue:
         if key not in self._values:
-            if key not in self.params and key not in self._recipes:
+            if key not in self.params and not self.is_made(tensor):
                 raise NotAtOnce("an attribute of a parameter (w.T; write w.t())")
-            self._values[key] = TracedValue(tensor, self._recipes)
+            self._values[key] = TracedValue(tensor, key, self._recipes)
         return self._values[key]
 
     def by_rule(
         self,
         function: Callable,
         op: Op,
-        shared: dict[int, T],
+        shared: dict[Key, T],
         args: tuple,
         kwargs: dict,
     ) -> T | None:
@@ -286,7 +320,7 @@ class TracedGroup(SampleGroup):
             return None
         data = list(op.data)
         for position, tensor in enumerate(data):
-            if id(tensor) in shared:
+            if self.tensor_key(tensor) in shared:
                 data[position] = self.copy(tensor)
         run = IN_COMPILED.get(function, function)
         output = call_with(swapped(op, values, data), run, args, kwargs)
@@ -321,14 +355,14 @@ class TracedGroup(SampleGroup):
 
     def signature(self) -> str:
         """Describes the uses; equal for traces that use parameters in the same way."""
-        numbers = dict(zip(map(id, self.all), range(len(self.all))))
+        numbers = dict(zip(self.all, range(len(self.all))))
         texts = []
         for use, (shape, dtype) in zip(self.uses, self.likes):
             kind = type(use.factors).__name__
             texts.append(f"{kind} {tuple(shape)} {dtype} {use.data_rows}")
             for value in use.values:
                 if value is not None:
-                    number = numbers.get(id(value.tensor))
+                    number = numbers.get(value.tensor)
                     texts.append(f"{number}{tuple(value.shape)}")
         return " ".join(texts)
 
@@ -398,7 +432,9 @@ class TracedGroup(SampleGroup):
         samples outside of the mask ``[B]`` are not used.
         """
         uses = [use._replace(data=data) for use, data in zip(self.uses, saved)]
-        collector = Collector(self.all, size, uses, bundles=False, mask=mask)
+        collector = Collector(
+            self.all, size, uses, bundles=False, mask=mask, tensor_key=key_function()
+        )
         for use, backprops in zip(uses, gradients):
             if backprops is not None:
                 collector.add(use, backprops)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 import struct
-from typing import Any, Hashable, NamedTuple, Sequence
+from typing import Any, Callable, Hashable, NamedTuple, Sequence
 
 import numpy as np
 import torch
@@ -18,6 +18,8 @@ from opacus_ext.grad_sample.core.vmap import innermost
 from opacus_ext.private_torch import TreeSpec, is_traceable_wrapper_subclass
 
 T = torch.Tensor
+# The id of a tensor; in compiled code the tensor itself.
+Key = Any
 
 _AS_THEY_ARE = {int, bool, str, bytes, type(None), torch.dtype, torch.device}
 _AS_THEY_ARE |= {torch.layout, torch.memory_format}
@@ -49,6 +51,18 @@ def key_of(value: Any) -> Hashable | None:
         return None
     keys = [*map(key_of, parts)]
     return None if None in keys else (kind, *keys)
+
+
+def key_function() -> Callable[..., Key]:
+    """
+    Returns what gives the key of a tensor in dicts: comparing tensors would compare
+    their values, and in compiled code the result of an op has no id.
+    """
+    return _itself if torch.compiler.is_compiling() else id
+
+
+def _itself(tensor: T) -> Key:
+    return tensor
 
 
 def key_of_tree(structure: TreeSpec) -> Hashable | None:

@@ -86,9 +86,8 @@ def cache_kept() -> ContextManager:
     return patch.dict(private_torch.cache_of_parametrize)
 
 
-def is_composite(function: Callable) -> bool:
-    """Returns True for Python functions of ``torch.nn.functional``."""
-    return getattr(function, "__globals__", None) is vars(F)
+#: Python functions of ``torch.nn.functional``.
+COMPOSITE = {f for f in vars(F).values() if getattr(f, "__globals__", None) is vars(F)}
 
 
 @functools.cache

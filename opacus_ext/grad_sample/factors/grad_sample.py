@@ -331,7 +331,8 @@ class OuterProducts(Term):
 
     def part(self, shape: torch.Size, rows: slice) -> OuterProducts:
         """Returns the gradients of some rows of the parameter, of this shape."""
-        first, *others = self.factors
+        # Not in one assignment: Dynamo of torch 2.11 makes the rest a tuple.
+        first, others = self.factors[0], list(self.factors[1:])
         if self.widths[0] != shape[0]:
             # The first factor covers several axes of the parameter.
             gradients = self.materialize(self.dtype).view(-1, 1, *shape)

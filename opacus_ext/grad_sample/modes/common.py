@@ -114,6 +114,9 @@ class PrivateMode(Mode):
         """Returns no errors: buffers that store data are refused during training."""
         return []
 
+    def __repr__(self) -> str:
+        return f"{super().__repr__()}\n{self.private.ways}"
+
     def disable_hooks(self) -> None:
         """Lets the model run as a plain module."""
         super().disable_hooks()

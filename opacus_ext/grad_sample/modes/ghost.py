@@ -275,6 +275,9 @@ class ClippedCriterion(stock.DPLossFastGradientClipping):
             except Refused:
                 _refuse_other_outputs(private, (args, kwargs))
                 raise
+            if self.by_sample.alone:
+                reason = self.by_sample.alone
+                private.ways.note("the criterion one by one", reason)
         return ClippedLoss(self.module, self.optimizer, losses, self.loss_reduction)
 
 

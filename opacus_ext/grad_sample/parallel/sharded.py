@@ -75,8 +75,10 @@ class ShardedForward(ForwardRecord):
         return None
 
     def _keep(self, returned: Returned, some: GroupOutputs) -> None:
-        super()._keep(returned, some)
-        if not is_stand_in(some):
+        stands_in = is_stand_in(some)
+        # What stands in for a sample is none.
+        super()._keep(returned._replace(size=0) if stands_in else returned, some)
+        if not stands_in:
             return
         self._returned.pop()
         # A process without samples returns an empty output of this form.
@@ -173,7 +175,7 @@ class ShardedModel(PrivateModel):
             forward.inputs.samples,
             forward.at_once,
             forward.alone,
-            one_by_one=self.one_by_one or self.vmap_fails,
+            one_by_one=self.one_by_one or bool(self.vmap_fails),
             warn=forward.warn,
         )
         if not has_run:
