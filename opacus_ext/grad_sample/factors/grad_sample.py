@@ -20,6 +20,7 @@ from opacus_ext.grad_sample.factors.rows import (
     OneHot,
     Squares,
     added,
+    column_blocks,
     common_dtype,
     cut,
     dtype_of,
@@ -27,6 +28,7 @@ from opacus_ext.grad_sample.factors.rows import (
     inner,
     joined,
     least_of_entries,
+    may_write_out,
     product,
     rows_product,
     sample_norms,
@@ -34,7 +36,8 @@ from opacus_ext.grad_sample.factors.rows import (
     square_sum,
     sums_wide,
     times,
-    upcast,
+    weighted_halves,
+    wide_product,
     width_of,
     workspace,
 )
@@ -133,12 +136,12 @@ class OuterProducts(Term):
                 factors = (*factors, ones)
         elif not factors[1:]:
             (rows,) = dense
-            if rows.dtype.itemsize <= 2:
-                rows = upcast(rows)
+            # Half precision is summed in float32, without a copy of all rows.
+            dtype = torch.float32 if rows.dtype.itemsize <= 2 else rows.dtype
             if rows.shape[1] == 1:
-                self.flat = rows.squeeze(1)
+                self.flat = rows.squeeze(1).to(dtype)
             else:
-                self.flat = rows.sum(1)
+                self.flat = rows.sum(1, dtype=dtype)
             dense = factors = (self.flat.unsqueeze(1),)
         self.factors = factors
         self.dense: list[T] = list(dense)
@@ -170,7 +173,10 @@ class OuterProducts(Term):
         is_dense = (True,) * len(self.factors)
         if self.onehot:
             is_dense = tuple([type(factor) is not OneHot for factor in self.factors])
-        return Kind(self.length, self.widths, is_dense, self.dtype)
+        traffic = _ON_CPU if self.device.type == "cpu" else _ON_GPU
+        if self.sums_wide:
+            traffic = _OF_BFLOAT16
+        return Kind(self.length, self.widths, is_dense, self.dtype, traffic)
 
     def materialize(self, dtype: torch.dtype, total: T | None = None) -> T:
         if self.onehot:
@@ -267,15 +273,22 @@ class OuterProducts(Term):
         """Sums without rounding: two bfloat16 hold the 16 bits of a weighted number."""
         left, right = self.dense
         narrow, wide = sorted(self.dense, key=width_of)
-        rows = narrow.float() * weights[:, None, None].float()
-        high = rows.bfloat16()
-        low = (rows - high).bfloat16()
-        sums = []
-        for part in (high, low):
-            pair = [wide, part] if narrow is right else [part, wide]
-            first, second = [factor.flatten(0, 1)[None] for factor in pair]
-            sums.append(times(first.mT, second, torch.float32)[0])
-        return add_into(total, sums[0].add_(sums[1]))
+        halves = weighted_halves(narrow, weights).flatten(0, 1)
+        sums = left.new_empty(left.shape[2], right.shape[2], dtype=torch.float32)
+        # One product takes both halves, which stand beside each other in its result.
+        for columns, (rows,) in column_blocks(wide.flatten(0, 1)):
+            size = columns.stop - columns.start
+            if narrow is right:
+                upper, excess = wide_product(rows, halves)[:size].chunk(2, dim=1)
+                target = sums[columns]
+            else:
+                upper, excess = wide_product(halves, rows)[:, :size].chunk(2, dim=0)
+                target = sums[:, columns]
+            if may_write_out():
+                torch.sub(upper, excess, out=target)
+            else:
+                target.copy_(upper - excess)
+        return add_into(total, sums)
 
     def without(self, samples: T) -> OuterProducts:
         mask = samples[:, None, None]
@@ -315,7 +328,7 @@ class OuterProducts(Term):
         return inner(self.factors, None, self.dtype)
 
     def size(self) -> T:
-        norms = [sample_norms(rows.to(self.dtype)) for rows in self.dense]
+        norms = [sample_norms(rows, self.dtype) for rows in self.dense]
         if len(norms) == 1 and self.length > 1:
             # By Cauchy-Schwarz: the sum of T norms is at most sqrt(T) times the root
             # of their squares' sum.
@@ -345,9 +358,34 @@ class OuterProducts(Term):
 
 # -- cost model ------------------------------------------------------------------------
 #
-# Costs are multiply-adds a sample. Constants stand for memory traffic, timed on CPU: 4
-# for an entry in cache, 60 for one that is written and read twice. Results do not
-# depend on them. A choice depends only on sizes, and is made once for equal ones.
+# Costs are multiply-adds a sample. Results do not depend on them. A choice depends only
+# on sizes, and is made once for equal ones.
+
+
+class Traffic(NamedTuple):
+    """
+    Memory traffic, in the multiply-adds that take as long.
+
+    Attributes:
+        block: an entry of a gradient that is written and read once
+        kept: an entry that is written and read twice, for the norm and for the sum
+        gram: an entry of a Gram matrix
+        factor: an entry of a row, each time that it is read
+        halves: products that the weighted sum takes beyond one
+    """
+
+    block: float
+    kept: float
+    gram: float
+    factor: float = 0
+    halves: int = 0
+
+
+# Timed: blocks stay in cache.
+_ON_CPU = Traffic(block=4, kept=60, gram=8)
+# By the data sheet of an H100: 10 multiply-adds of float32 a byte, 150 of bfloat16.
+_ON_GPU = Traffic(block=80, kept=120, gram=280, factor=40)
+_OF_BFLOAT16 = Traffic(block=1200, kept=1800, gram=4000, factor=300, halves=1)
 
 
 class Method(enum.Enum):
@@ -376,12 +414,14 @@ class Kind(NamedTuple):
         widths: size of a row of each factor
         is_dense: for each factor, False if it is one-hot
         dtype: in which norms are accumulated
+        traffic: the cost of its entries
     """
 
     length: int
     widths: tuple[int, ...]
     is_dense: tuple[bool, ...]
     dtype: torch.dtype
+    traffic: Traffic
 
     @property
     def dense_widths(self) -> list[int]:
@@ -423,38 +463,60 @@ def _method_of(kind: Kind, batch_size: int, bound: int) -> Method:
     return Method.GRAMS
 
 
+def _traffic_of(kinds: Sequence[Kind]) -> Traffic:
+    """Returns the cost of entries of a sum of terms: the highest of its terms."""
+    traffic = kinds[0].traffic
+    for kind in kinds:
+        if kind.traffic.kept > traffic.kept:
+            traffic = kind.traffic
+    return traffic
+
+
 def _cost_of_grams(kinds: Sequence[Kind]) -> float:
     """Returns the cost of squared norms by Gram matrices, over all pairs of terms."""
     if len({kind.widths for kind in kinds}) > 1:
         return math.inf
-    cost = 0.0
+    cost, traffic = 0.0, _traffic_of(kinds)
     for number, first in enumerate(kinds):
         width = sum(first.dense_widths)
         if first.has_segments:
             cost += first.length * (16 + width)
         else:
             # The triangle takes half of all products, the blocks on its diagonal more.
-            cost += 0.65 * first.length**2 * (8 + width)
+            cost += 0.65 * first.length**2 * (traffic.gram + width)
+            cost += first.length * width * traffic.factor
         for second in kinds[:number]:
-            width = 8 * len(first.widths)
+            of_pair = traffic.gram * len(first.widths)
             for size, dense, other in zip(
                 first.widths, first.is_dense, second.is_dense
             ):
                 if dense and other:
-                    width += size
-            cost += first.length * second.length * width
+                    of_pair += size
+            cost += first.length * second.length * of_pair
     return cost
 
 
 def _cost_of_blocks(kinds: Sequence[Kind]) -> float:
     """Returns the cost of squared norms by materializing blocks."""
     numel = product(kinds[0].widths)
-    cost = 4.0 * numel
+    cost = _traffic_of(kinds).block * numel
     for kind in kinds:
         if kind.has_onehot:
             cost += 2 * numel + kind.length * product(kind.dense_widths)
         else:
             cost += kind.length * numel
+    return cost
+
+
+def _cost_of_sum(kinds: Sequence[Kind]) -> float:
+    """Returns what the weighted sum costs more if gradients are not kept."""
+    cost = 0.0
+    for kind in kinds:
+        widths = kind.dense_widths
+        # The narrowest factor is read, multiplied by weights, and read again.
+        entries = kind.length * (sum(widths) + 6 * min(widths))
+        cost += entries * kind.traffic.factor
+        cost += kind.traffic.halves * kind.length * product(widths)
     return cost
 
 
@@ -479,7 +541,7 @@ def _is_worth_caching(
     return (
         has_products
         and batch_size * numel * dtype.itemsize <= cache
-        and 60 * numel <= cost
+        and _traffic_of(kinds).kept * numel <= cost
     )
 
 
@@ -501,7 +563,8 @@ def _choose(
     if is_single and first.length == 1:
         return Method.GRAMS, by_term
     grams, blocks = _cost_of_grams(kinds), _cost_of_blocks(kinds)
-    if _is_worth_caching(kinds, batch_size, cache, min(grams, blocks)):
+    least = min(grams, blocks) + _cost_of_sum(kinds)
+    if _is_worth_caching(kinds, batch_size, cache, least):
         return Method.CACHE, by_term
     if is_single and first.has_onehot and len(first.dense_widths) > 1:
         if not _has_few_rows(first, batch_size, bound, _FEW):
