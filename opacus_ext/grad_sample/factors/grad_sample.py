@@ -372,6 +372,8 @@ class Traffic(NamedTuple):
         gram: an entry of a Gram matrix
         factor: an entry of a row, each time that it is read
         halves: products that the weighted sum takes beyond one
+        launches: what the ops take to start, of all samples, if nothing is kept
+        share: the share of the cache that one parameter may take
     """
 
     block: float
@@ -379,13 +381,16 @@ class Traffic(NamedTuple):
     gram: float
     factor: float = 0
     halves: int = 0
+    launches: float = 0
+    share: float = 1
 
 
 # Timed: blocks stay in cache.
 _ON_CPU = Traffic(block=4, kept=60, gram=8)
-# By the data sheet of an H100: 10 multiply-adds of float32 a byte, 150 of bfloat16.
-_ON_GPU = Traffic(block=80, kept=120, gram=280, factor=40)
-_OF_BFLOAT16 = Traffic(block=1200, kept=1800, gram=4000, factor=300, halves=1)
+# By the data sheet of an H100: 10 multiply-adds of float32 a byte, 150 of bfloat16, and
+# ten launches of 2 us. Many small gradients in the cache save more than a large one.
+_ON_GPU = Traffic(80, 120, 280, 40, launches=7e8, share=0.25)
+_OF_BFLOAT16 = Traffic(1200, 1800, 4000, 300, halves=1, launches=1e10, share=0.25)
 
 
 class Method(enum.Enum):
@@ -508,9 +513,9 @@ def _cost_of_blocks(kinds: Sequence[Kind]) -> float:
     return cost
 
 
-def _cost_of_sum(kinds: Sequence[Kind]) -> float:
+def _cost_of_sum(kinds: Sequence[Kind], batch_size: int) -> float:
     """Returns what the weighted sum costs more if gradients are not kept."""
-    cost = 0.0
+    cost = _traffic_of(kinds).launches / max(1, batch_size)
     for kind in kinds:
         widths = kind.dense_widths
         # The narrowest factor is read, multiplied by weights, and read again.
@@ -524,11 +529,13 @@ def _is_worth_caching(
     kinds: Sequence[Kind],
     batch_size: int,
     cache: int,
+    bound: int,
     cost: float,
 ) -> bool:
     """
     Returns True if gradients are to be materialized for the norm and kept for the
-    clipped sum, with ``cache`` bytes left, and the cost of the cheapest other method.
+    clipped sum, with ``cache`` of ``bound`` bytes left, and the cost of the cheapest
+    other method.
     """
     has_products = False
     for kind in kinds:
@@ -536,12 +543,12 @@ def _is_worth_caching(
             has_products = True
             if kind.has_onehot:
                 return False
-    numel = product(kinds[0].widths)
-    dtype = common_dtype(kinds)
+    numel, traffic = product(kinds[0].widths), _traffic_of(kinds)
+    num_bytes = batch_size * numel * common_dtype(kinds).itemsize
     return (
         has_products
-        and batch_size * numel * dtype.itemsize <= cache
-        and _traffic_of(kinds).kept * numel <= cost
+        and num_bytes <= min(cache, traffic.share * bound)
+        and traffic.kept * numel <= cost
     )
 
 
@@ -563,8 +570,8 @@ def _choose(
     if is_single and first.length == 1:
         return Method.GRAMS, by_term
     grams, blocks = _cost_of_grams(kinds), _cost_of_blocks(kinds)
-    least = min(grams, blocks) + _cost_of_sum(kinds)
-    if _is_worth_caching(kinds, batch_size, cache, least):
+    least = min(grams, blocks) + _cost_of_sum(kinds, batch_size)
+    if _is_worth_caching(kinds, batch_size, cache, bound, least):
         return Method.CACHE, by_term
     if is_single and first.has_onehot and len(first.dense_widths) > 1:
         if not _has_few_rows(first, batch_size, bound, _FEW):
