@@ -10,7 +10,10 @@ from typing import Any, Iterator, NamedTuple, Sequence
 import torch
 
 from opacus_ext.grad_sample.factors.places import (
+    add_by_index,
     groups_of,
+    index_of,
+    is_crowded,
     kernel,
     places_of,
     square_of_sums,
@@ -197,23 +200,23 @@ class OuterProducts(Term):
 
     def _by_index(self, dtype: torch.dtype, total: T | None) -> T:
         """Sums the rows of each index, in a table whose first axes are one-hot."""
-        places, size = places_of(self.onehot)
+        index, size = index_of(self.onehot)
         is_dense = [False, *[type(factor) is not OneHot for factor in self.factors]]
         axes = list(range(len(is_dense)))
         order = sorted(axes, key=is_dense.__getitem__)
-        left, *others = [rows.to(dtype).flatten(0, 1) for rows in self.dense]
+        left, *others = [rows.to(dtype) for rows in self.dense]
         if others:
-            right = functools.reduce(rows_product, others)
+            places, _ = places_of(self.onehot)
+            right = functools.reduce(rows_product, others).flatten(0, 1)
             count = self.batch_size * size
+            left = left.flatten(0, 1)
             table = torch.ops.opacus_ext.sum_by_place(left, right, places, count)
         else:
-            target = total if order == axes else None
-            if target is None:
-                target = left.new_zeros(self.batch_size, size, left.shape[1])
-            table = target.view(-1, left.shape[1])
-            table = table.index_add_(0, places, left)
-            if target is total:
+            shape = self.batch_size, size, left.shape[2]
+            if total is not None and order == axes:
+                add_by_index(total.view(shape), index, left)
                 return total
+            table = add_by_index(left.new_zeros(shape), index, left)
         # The axes are put into the order that they have in the parameter.
         sizes = (self.batch_size, *self.widths)
         table = table.view([sizes[axis] for axis in order])
@@ -320,9 +323,13 @@ class OuterProducts(Term):
             # Of a single product, the bound is the norm.
             return Squares(self.size().square_())
         if method is Method.SEGMENTS:
-            rows = self.dense[0].to(self.dtype).flatten(0, 1)
-            places, _ = places_of(self.onehot)
-            squares = square_of_sums(rows, places, self.batch_size)
+            if is_crowded(*index_of(self.onehot)):
+                # The table is small, then.
+                squares = square_sum(self.materialize(self.dtype))
+            else:
+                rows = self.dense[0].to(self.dtype).flatten(0, 1)
+                places, _ = places_of(self.onehot)
+                squares = square_of_sums(rows, places, self.batch_size)
             least = least_of_entries(self.size(), self.dtype)
             return Squares(squares, least)
         return inner(self.factors, None, self.dtype)
@@ -347,7 +354,8 @@ class OuterProducts(Term):
         index = first.index - rows.start
         size = rows.stop - rows.start
         is_inside = (index >= 0) & (index < size)
-        index = torch.where(is_inside, index, 0)
+        # Rows that are outside are spread, as a GPU adds those of one index in turn.
+        index = index % size
         # Zeros in one dense factor leave out the rows of other indices.
         for position, factor in enumerate(others):
             if not isinstance(factor, OneHot):
