@@ -407,6 +407,9 @@ def test_blocks_are_aligned():
         assert len(blocks) == 1 or all(b.stride(1) % 8 == 0 for _, b in blocks)
         found[width] = len(blocks), blocks[0][1] is x
     assert found == {50: (1, True), 1027: (17, False), 1032: (1, True)}
+    with torch.no_grad(), workspace(2**12):  # 128 bytes are made of each column
+        blocks = [rows for _, (rows,) in rows.column_blocks(x, made=128)]
+    assert len(blocks) == 33 and all(block._base is x for block in blocks)
 
 
 class NoCasts(TorchDispatchMode):

@@ -279,7 +279,8 @@ class OuterProducts(Term):
         halves = weighted_halves(narrow, weights).flatten(0, 1)
         sums = left.new_empty(left.shape[2], right.shape[2], dtype=torch.float32)
         # One product takes both halves, which stand beside each other in its result.
-        for columns, (rows,) in column_blocks(wide.flatten(0, 1)):
+        flat, made = wide.flatten(0, 1), 4 * halves.shape[1]
+        for columns, (rows,) in column_blocks(flat, made=made):
             size = columns.stop - columns.start
             if narrow is right:
                 upper, excess = wide_product(rows, halves)[:size].chunk(2, dim=1)

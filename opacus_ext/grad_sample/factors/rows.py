@@ -324,25 +324,35 @@ def wide_product(left: T, right: T) -> T:
     return times(left[None].mT, right[None], torch.float32)[0]
 
 
-def column_blocks(*factors: T) -> Iterator[tuple[slice, list[T]]]:
+def column_blocks(
+    *factors: T,
+    made: int = 0,
+) -> Iterator[tuple[slice, list[T]]]:
     """
-    Yields all columns of bfloat16 rows ``[..., width]``, in blocks, of one factor or of
-    several. If rows are not aligned, as those of 50,257 words, the blocks are copies
-    within the workspace, and the last one is padded with zeros.
+    Yields all columns of bfloat16 rows ``[..., width]``, in blocks that fit into the
+    workspace, of one factor or of several. Blocks of rows that are not aligned, as
+    those of 50,257 words, are copies, of which the last is padded with zeros.
+
+    Args:
+        made: bytes of what is made of a column
     """
     width = factors[0].shape[-1]
-    if width < _WIDE_ROWS or all(map(_is_aligned, factors)) or not may_write_out():
+    # Rows are multiplied by themselves most often, and copied once then.
+    distinct = {id(rows): rows for rows in factors}
+    copied = width >= _WIDE_ROWS and not all(map(_is_aligned, factors))
+    column_bytes = made
+    if copied:
+        column_bytes += sum(2 * rows[..., 0].numel() for rows in distinct.values())
+    if not may_write_out() or not column_bytes:
         yield slice(0, width), list(factors)
         return
-    # Rows are multiplied by themselves most often, and copied once then.
-    distinct = list({id(rows): rows for rows in factors}.values())
-    column_bytes = sum(2 * rows.numel() // width for rows in distinct)
-    step = _workspace // max(1, column_bytes) // _ALIGNED * _ALIGNED
-    step = max(_ALIGNED, step)
+    step = max(_ALIGNED, _workspace // column_bytes // _ALIGNED * _ALIGNED)
     for start in range(0, width, step):
         columns = slice(start, min(start + step, width))
-        copies = {id(rows): _aligned(rows[..., columns]) for rows in distinct}
-        yield columns, [copies[id(rows)] for rows in factors]
+        blocks = {key: rows[..., columns] for key, rows in distinct.items()}
+        if copied:
+            blocks = {key: _aligned(block) for key, block in blocks.items()}
+        yield columns, [blocks[id(rows)] for rows in factors]
 
 
 def _is_aligned(rows: T) -> bool:
