@@ -415,6 +415,8 @@ class Method(enum.Enum):
     GROUPS = "groups"
     #: Gradients, materialized block by block.
     BLOCKS = "blocks"
+    #: Blocks of the dense terms, and products of Gram matrices with the others.
+    APART = "apart"
     #: Gradients, materialized and kept for the clipped sum.
     CACHE = "cache"
 
@@ -500,14 +502,17 @@ def _cost_of_grams(kinds: Sequence[Kind]) -> float:
             cost += 0.65 * first.length**2 * (traffic.gram + width)
             cost += first.length * width * traffic.factor
         for second in kinds[:number]:
-            of_pair = traffic.gram * len(first.widths)
-            for size, dense, other in zip(
-                first.widths, first.is_dense, second.is_dense
-            ):
-                if dense and other:
-                    of_pair += size
-            cost += first.length * second.length * of_pair
+            cost += _cost_of_pair(first, second, traffic)
     return cost
+
+
+def _cost_of_pair(first: Kind, second: Kind, traffic: Traffic) -> float:
+    """Returns the cost of the inner products of two terms by Gram matrices."""
+    cost = traffic.gram * len(first.widths)
+    for size, dense, other in zip(first.widths, first.is_dense, second.is_dense):
+        if dense and other:
+            cost += size
+    return first.length * second.length * cost
 
 
 def _cost_of_blocks(kinds: Sequence[Kind]) -> float:
@@ -561,6 +566,36 @@ def _is_worth_caching(
     )
 
 
+def _can_be_apart(kinds: Sequence[Kind]) -> bool:
+    """Returns True for tables that are looked up and multiplied, as tied heads are."""
+    has_dense = has_onehot = False
+    for kind in kinds:
+        has_several = len(kind.dense_widths) > 1
+        # Groups have both, and materialized gradients neither.
+        if kind.has_onehot == has_several:
+            return False
+        has_onehot |= kind.has_onehot
+        has_dense |= has_several
+    return has_dense and has_onehot and len({kind.widths for kind in kinds}) == 1
+
+
+def _saves_apart(kinds: Sequence[Kind], batch_size: int, bound: int) -> bool:
+    """Returns True if Gram matrices take less than one-hot terms in each block."""
+    numel, traffic = product(kinds[0].widths), _traffic_of(kinds)
+    count = batch_size * numel * 8 / bound
+    by_block = by_pair = 0.0
+    for first in kinds:
+        if not first.has_onehot:
+            continue
+        # A block reads and writes all rows, four times.
+        rows = 4 * first.length * sum(first.dense_widths)
+        by_block += rows * traffic.factor * count
+        for second in kinds:
+            if second is not first:
+                by_pair += _cost_of_pair(first, second, traffic)
+    return by_pair < by_block
+
+
 @functools.lru_cache(maxsize=2**14)
 def _choose(
     kinds: tuple[Kind, ...],
@@ -586,6 +621,8 @@ def _choose(
         if not _has_few_rows(first, batch_size, bound, _FEW):
             return Method.GROUPS, by_term
     if grams > blocks:
+        if _can_be_apart(kinds) and _saves_apart(kinds, batch_size, bound):
+            return Method.APART, by_term
         return Method.BLOCKS, by_term
     return Method.GRAMS, by_term
 
@@ -779,9 +816,18 @@ class GradSample:
             return _square_by_groups(terms[0])
         if chosen is Method.BLOCKS:
             return merged._squares_of_blocks()
-        squares = [term.squares_by(method) for term, method in zip(terms, by_term)]
+        is_apart = chosen is Method.APART
+        squares = []
+        if is_apart:
+            dense = [term for term in terms if not term.onehot]
+            blocks = _sum_of(dense, self.shape, self.batch_size)
+            squares.append(blocks._squares_of_blocks())
         for number, first in enumerate(terms):
+            if first.onehot or not is_apart:
+                squares.append(first.squares_by(by_term[number]))
             for second in terms[:number]:
+                if is_apart and not (first.onehot or second.onehot):
+                    continue
                 # The sum over all pairs has the first with the second, and the reverse.
                 products = inner(first.factors, second.factors, self._dtype)
                 squares += [products, products]
