@@ -177,7 +177,7 @@ class OuterProducts(Term):
         if self.onehot:
             is_dense = tuple([type(factor) is not OneHot for factor in self.factors])
         traffic = _ON_CPU if self.device.type == "cpu" else _ON_GPU
-        if self.sums_wide:
+        if sums_wide(*self.dense):
             traffic = _OF_BFLOAT16
         return Kind(self.length, self.widths, is_dense, self.dtype, traffic)
 
@@ -200,7 +200,9 @@ class OuterProducts(Term):
 
     def _by_index(self, dtype: torch.dtype, total: T | None) -> T:
         """Sums the rows of each index, in a table whose first axes are one-hot."""
-        index, size = index_of(self.onehot)
+        index, size = self.onehot[0]
+        if self.onehot[1:]:
+            index, size = index_of(self.onehot)
         is_dense = [False, *[type(factor) is not OneHot for factor in self.factors]]
         axes = list(range(len(is_dense)))
         order = sorted(axes, key=is_dense.__getitem__)
@@ -479,20 +481,11 @@ def _method_of(kind: Kind, batch_size: int, bound: int) -> Method:
     return Method.GRAMS
 
 
-def _traffic_of(kinds: Sequence[Kind]) -> Traffic:
-    """Returns the cost of entries of a sum of terms: the highest of its terms."""
-    traffic = kinds[0].traffic
-    for kind in kinds:
-        if kind.traffic.kept > traffic.kept:
-            traffic = kind.traffic
-    return traffic
-
-
 def _cost_of_grams(kinds: Sequence[Kind]) -> float:
     """Returns the cost of squared norms by Gram matrices, over all pairs of terms."""
     if len({kind.widths for kind in kinds}) > 1:
         return math.inf
-    cost, traffic = 0.0, _traffic_of(kinds)
+    cost, traffic = 0.0, kinds[0].traffic
     for number, first in enumerate(kinds):
         width = sum(first.dense_widths)
         if first.has_segments:
@@ -518,24 +511,12 @@ def _cost_of_pair(first: Kind, second: Kind, traffic: Traffic) -> float:
 def _cost_of_blocks(kinds: Sequence[Kind]) -> float:
     """Returns the cost of squared norms by materializing blocks."""
     numel = product(kinds[0].widths)
-    cost = _traffic_of(kinds).block * numel
+    cost = kinds[0].traffic.block * numel
     for kind in kinds:
         if kind.has_onehot:
             cost += 2 * numel + kind.length * product(kind.dense_widths)
         else:
             cost += kind.length * numel
-    return cost
-
-
-def _cost_of_sum(kinds: Sequence[Kind], batch_size: int) -> float:
-    """Returns what the weighted sum costs more if gradients are not kept."""
-    cost = _traffic_of(kinds).launches / max(1, batch_size)
-    for kind in kinds:
-        widths = kind.dense_widths
-        # The narrowest factor is read, multiplied by weights, and read again.
-        entries = kind.length * (sum(widths) + 6 * min(widths))
-        cost += entries * kind.traffic.factor
-        cost += kind.traffic.halves * kind.length * product(widths)
     return cost
 
 
@@ -551,13 +532,18 @@ def _is_worth_caching(
     clipped sum, with ``cache`` of ``bound`` bytes left, and the cost of the cheapest
     other method.
     """
+    numel, traffic = product(kinds[0].widths), kinds[0].traffic
+    cost += traffic.launches / max(1, batch_size)
     has_products = False
     for kind in kinds:
-        if len(kind.dense_widths) > 1:
+        widths = kind.dense_widths
+        if len(widths) > 1:
             has_products = True
             if kind.has_onehot:
                 return False
-    numel, traffic = product(kinds[0].widths), _traffic_of(kinds)
+        # For the sum the narrowest factor is read, multiplied by weights, and read.
+        cost += kind.length * (sum(widths) + 6 * min(widths)) * traffic.factor
+        cost += kind.length * product(widths) * traffic.halves
     num_bytes = batch_size * numel * common_dtype(kinds).itemsize
     return (
         has_products
@@ -581,7 +567,7 @@ def _can_be_apart(kinds: Sequence[Kind]) -> bool:
 
 def _saves_apart(kinds: Sequence[Kind], batch_size: int, bound: int) -> bool:
     """Returns True if Gram matrices take less than one-hot terms in each block."""
-    numel, traffic = product(kinds[0].widths), _traffic_of(kinds)
+    numel, traffic = product(kinds[0].widths), kinds[0].traffic
     count = batch_size * numel * 8 / bound
     by_block = by_pair = 0.0
     for first in kinds:
@@ -614,8 +600,7 @@ def _choose(
     if is_single and first.length == 1:
         return Method.GRAMS, by_term
     grams, blocks = _cost_of_grams(kinds), _cost_of_blocks(kinds)
-    least = min(grams, blocks) + _cost_of_sum(kinds, batch_size)
-    if _is_worth_caching(kinds, batch_size, cache, bound, least):
+    if _is_worth_caching(kinds, batch_size, cache, bound, min(grams, blocks)):
         return Method.CACHE, by_term
     if is_single and first.has_onehot and len(first.dense_widths) > 1:
         if not _has_few_rows(first, batch_size, bound, _FEW):
@@ -803,7 +788,7 @@ class GradSample:
         merged = self
         if len(self._terms) > 1:
             merged = self._merged()
-        terms: Any = merged._terms
+        terms: Any = merged._in_order()
         kinds = tuple([term.kind for term in terms])
         choose: Any = _choose
         if torch.compiler.is_compiling():

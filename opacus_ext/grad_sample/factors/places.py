@@ -75,8 +75,9 @@ def add_by_index(table: T, index: T, rows: T) -> T:
     """Adds rows ``[B, T, width]`` to ``table [B, size, width]`` at ``index [B, T]``."""
     size = table.shape[1]
     if not is_crowded(index, size):
-        places = _first_places(index, size) + index
-        table.flatten(0, 1).index_add_(0, places.flatten(), rows.flatten(0, 1))
+        first = size * torch.arange(len(index), device=index.device)
+        places = (first[:, None] + index).flatten()
+        table.flatten(0, 1).index_add_(0, places, rows.flatten(0, 1))
         return table
     numbers = torch.arange(size, device=index.device)
     step = max(1, workspace() // max(1, table[..., 0].numel() * rows.dtype.itemsize))

@@ -483,7 +483,11 @@ def inner(
         if right is None and step < length:
             product[:, :, step:].mul_(2)
         squares = product.sum((1, 2))
-        sizes = _absolute_sum(product)
+        if first.device.type in _WIDE_SUMS and not torch.compiler.is_compiling():
+            # This reads the product once, but is slow on a CPU.
+            sizes = torch.linalg.vector_norm(product, 1, (1, 2))
+        else:
+            sizes = product.abs_().sum((1, 2))
         if values is None or absolute is None:
             values, absolute = squares, sizes
         else:
@@ -494,14 +498,6 @@ def inner(
     if first.device.type in _WIDE_SUMS:
         units = max(units, _OF_WIDE_PRODUCTS * max(map(_width_of_wide, left)))
     return Squares(values, absolute * (units * torch.finfo(dtype).eps))
-
-
-def _absolute_sum(product: T) -> T:
-    """Sums absolute values ``[B]``; it may overwrite the product ``[B, T, T']``."""
-    # torch's kernel reads the product once, but is slow on a CPU.
-    if product.device.type in _WIDE_SUMS and not torch.compiler.is_compiling():
-        return torch.linalg.vector_norm(product, 1, (1, 2))
-    return product.abs_().sum((1, 2))
 
 
 def _some_rows(factors: Sequence[Factor], rows: slice) -> list[Factor]:

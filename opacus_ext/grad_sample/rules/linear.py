@@ -32,12 +32,11 @@ def _as_multiplied(input: T) -> T:
     Casts the data of a sample as autocast does for a product, once for the product and
     the factors: the backward pass need not keep the data nor cast them again.
     """
-    kind = input.device.type
-    if not torch.is_autocast_enabled(kind) or torch.compiler.is_compiling():
-        return input
     if input.dtype not in _CAST or not is_batched(input):
         return input
-    return input.to(torch.get_autocast_dtype(kind))
+    if torch.compiler.is_compiling():
+        return input
+    return input.to(torch.get_autocast_dtype(input.device.type))
 
 
 def _linear(backprops: T, activations: T) -> Factors:
@@ -76,8 +75,9 @@ def linear(
         return None
     if bias is not None and bias.shape != weight.shape[:1]:
         return None
-    inputs = _as_multiplied(input)
-    return Op((weight, bias), (inputs,), _linear, run_all=_run_linear)
+    if torch.is_autocast_enabled(input.device.type):
+        input = _as_multiplied(input)
+    return Op((weight, bias), (input,), _linear, run_all=_run_linear)
 
 
 def _run_linear(params: Sequence[T], inputs: T) -> T:
@@ -140,8 +140,9 @@ def addmm(
     """``y [*, out] = input [out] + mat1 [*, in] mat2 [in, out]``"""
     if beta != 1 or alpha != 1 or input.shape != mat2.shape[1:]:
         return None
-    inputs = _as_multiplied(mat1)
-    return Op((mat2, input), (inputs,), _product, run_all=_run_addmm)
+    if torch.is_autocast_enabled(mat1.device.type):
+        mat1 = _as_multiplied(mat1)
+    return Op((mat2, input), (mat1,), _product, run_all=_run_addmm)
 
 
 def _run_addmm(params: Sequence[T], inputs: T) -> T:
