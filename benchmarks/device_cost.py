@@ -288,7 +288,8 @@ class Count(TorchDispatchMode):
         size = moved(func, named, out)
         if size:
             formula = FORMULAS.get(packet)
-            flops = formula(*args, **kwargs, out_val=out) if formula else 0
+            operands = [x for x in args if not isinstance(x, torch.dtype)]
+            flops = formula(*operands, **kwargs, out_val=out) if formula else 0
             self.launches.append(Launch(packet.__name__, flops, size))
         if is_sync(packet.__name__, named):
             self.syncs[packet.__name__] += 1

@@ -3,6 +3,7 @@
 import ctypes
 import importlib
 import json
+import math
 import shutil
 import sys
 from contextlib import nullcontext
@@ -13,6 +14,7 @@ import torch
 from torch import nn
 
 import opacus_ext
+from opacus_ext.grad_sample import factors
 from tests.common import make_private, net, square_loss
 
 FOLDER = Path(__file__).parents[1] / "benchmarks"
@@ -186,6 +188,45 @@ def test_a_step_starts_few_ops_and_moves_few_bytes(cost):
     ops = private["by_op"]
     assert ops["bmm"] == 2 * (2 * 6 + 1) + 2
     assert private["ops"] < 1.6 * plain["ops"] and private["mb"] < 1.45 * plain["mb"]
+
+
+@pytest.fixture
+def wide_sums(monkeypatch):
+    """Products of bfloat16 with float32 sums are ops of a CPU, as they are of a GPU."""
+
+    def product(left, right, out_dtype):
+        return torch.bmm(left.to(out_dtype), right.to(out_dtype))
+
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("bmm.dtype", product, "CPU")
+    monkeypatch.setattr(factors.rows, "_WIDE_SUMS", {"cpu"})
+    monkeypatch.setattr(factors.rows, "_MOST", math.inf)  # only CPUs cut long rows
+    yield
+    library._destroy()
+
+
+@pytest.mark.parametrize(
+    "mode, copies, moved", [("ghost_bk", 0.9, 1.45), ("ghost", 2.1, 2.1)]
+)
+def test_a_step_in_bfloat16_copies_little(
+    mode, copies, moved, cost, wide_sums, monkeypatch
+):
+    """Autocast casts as much in the plain step as in a private one."""
+
+    class Cast(cost.step_time.LanguageModel):
+        def forward(self, ids):
+            with torch.autocast("cpu", torch.bfloat16):
+                return super().forward(ids).float()
+
+    monkeypatch.setattr(cost.step_time, "LanguageModel", Cast)
+    shape = cost.Shape.parse("1,256,4096,192,4")
+    found = {}
+    for name in ("non-private", mode):
+        launches = cost.count_mode(name, shape, False).launches
+        cast = sum(x.moved for x in launches if x.op in ("_to_copy", "copy_"))
+        found[name] = cast, sum(x.moved for x in launches)
+    (cast, all_moved), (plain_cast, plain_moved) = found[mode], found["non-private"]
+    assert cast < copies * plain_cast and all_moved < moved * plain_moved
 
 
 def test_one_wait(cost):

@@ -6,11 +6,13 @@ In half precision the oracle computes in it too, and the two are as near as it i
 import contextlib
 import copy
 import math
+from collections import Counter
 from functools import partial
 
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils.checkpoint import checkpoint
 
 from opacus_ext import clipped_grads, workspace
@@ -323,7 +325,8 @@ def wide_sums(monkeypatch):
             return bmm(left, right)
         assert left.dtype == right.dtype == torch.bfloat16
         calls.append(torch.get_float32_matmul_precision())
-        return bmm(left.to(out_dtype), right.to(out_dtype))
+        with _disable_current_modes():  # which would see the copies
+            return bmm(left.to(out_dtype), right.to(out_dtype))
 
     monkeypatch.setattr(rows, "_WIDE_SUMS", {"cpu"})
     monkeypatch.setattr(torch, "bmm", wide)
@@ -363,6 +366,101 @@ def test_bfloat16_products_are_exact(num_bytes, T, cancels, wide_sums):
         assert factor * (1 - 2**-7) - slack <= own <= factor + slack
         assert (total - own * grad).norm() <= slack * grad.norm()
     assert {*wide_sums} == {"highest"}
+
+
+def random_rows(*shape):
+    return torch.randn(*shape).bfloat16()
+
+
+@pytest.mark.parametrize("num_bytes", [100, 2**12, 2**26])
+@pytest.mark.parametrize("widths", [(6, 29), (29, 6), (16, 8), (13, 13)])
+def test_rows_that_are_not_aligned(widths, num_bytes, wide_sums, monkeypatch):
+    """Blocks of columns, of which the last is padded: Gram matrices and sums."""
+    monkeypatch.setattr(rows, "_WIDE_ROWS", 1)
+    torch.manual_seed(0)
+    left, right = (random_rows(3, 128, width) for width in widths)
+    weights = rows.rounded_down(torch.rand(3)).bfloat16()
+    term = grad_sample.OuterProducts(left, right)
+    with torch.no_grad(), workspace(num_bytes):
+        total = term.weighted_sum(weights, torch.float32)
+        grams = [rows._gram(x, x, torch.float32) for x in (left, right)]
+        other = random_rows(3, 200, widths[0])
+        pair = rows._gram(left, other, torch.float32)
+    exact = torch.einsum("b,bti,btj->ij", *(x.double() for x in (weights, left, right)))
+    torch.testing.assert_close(total.double(), exact, rtol=1e-5, atol=1e-4)
+    assert total.is_contiguous()
+    pairs = (left, left), (right, right), (left, other)
+    for gram, (x, y) in zip([*grams, pair], pairs):
+        exact = x.double() @ y.double().mT
+        torch.testing.assert_close(gram.double(), exact, rtol=1e-5, atol=1e-4)
+
+
+def test_blocks_are_aligned():
+    """Rows start at multiples of 16 bytes; aligned and narrow ones are not copied."""
+    found = {}
+    for width in (50, 2**10 + 3, 2**10 + 8):
+        x = random_rows(2, 4, width)
+        with torch.no_grad(), workspace(2**10):
+            blocks = [(c, b) for c, (b,) in rows.column_blocks(x)]
+        whole = torch.cat([block[..., : c.stop - c.start] for c, block in blocks], 2)
+        assert torch.equal(whole, x) and not blocks[-1][1][..., width:].any()
+        assert len(blocks) == 1 or all(b.stride(1) % 8 == 0 for _, b in blocks)
+        found[width] = len(blocks), blocks[0][1] is x
+    assert found == {50: (1, True), 1027: (17, False), 1032: (1, True)}
+    with torch.no_grad(), workspace(2**12):  # 128 bytes are made of each column
+        blocks = [rows for _, (rows,) in rows.column_blocks(x, made=128)]
+    assert len(blocks) == 33 and all(block._base is x for block in blocks)
+
+
+class NoCasts(TorchDispatchMode):
+    """Leaves casts to bfloat16 out, as a compiler does inside a kernel."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if (kwargs or {}).get("dtype") == torch.bfloat16:
+            return args[0]
+        return func(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_weighted_rows_are_exact(compiled, monkeypatch):
+    torch.manual_seed(0)
+    x, weights = random_rows(3, 5, 7), random_rows(3).abs()
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: compiled)
+    with torch.no_grad(), NoCasts() if compiled else contextlib.nullcontext():
+        both = rows.weighted_halves(x, weights)
+    upper, excess = both.double().chunk(2, dim=2)
+    assert torch.equal(both.bfloat16().double(), both.double()) and excess.any()
+    assert torch.equal(upper - excess, x.double() * weights.double()[:, None, None])
+
+
+@pytest.mark.parametrize("cast", [False, True], ids=["bf16", "amp"])
+def test_rows_are_not_copied_to_be_summed(cast, wide_sums):
+    """A layer's factors as its products take them: no copies in a wider type."""
+    copies = Counter()
+
+    class Copies(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **kwargs or {})
+            if func is torch.ops.aten._to_copy.default and args[0].numel() >= size:
+                copies[f"{args[0].dtype} {out.dtype}"] += 1
+            return out
+
+    torch.manual_seed(0)
+    model, batch = nn.Linear(32, 48), torch.randn(8, 40, 32)
+    size = batch.numel()
+    if not cast:
+        model, batch = model.bfloat16(), batch.bfloat16()
+
+    def loss(model, batch):
+        with torch.autocast("cpu", torch.bfloat16, enabled=cast):
+            return model(batch).sum((1, 2))
+
+    private = make_private(model, "ghost_bk", batch_size=8)
+    for _ in range(4):  # of which some compare gradients
+        private.step(batch, loss)
+    with Copies():
+        private.step(batch, loss)
+    assert copies == ({"torch.float32 torch.bfloat16": 1} if cast else {})
 
 
 @pytest.mark.gpu

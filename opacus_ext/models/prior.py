@@ -86,35 +86,51 @@ class TransitionPrior(nn.Module):
         self.beta = nn.Parameter(torch.tensor(-0.5))
         self.tau = nn.Parameter(torch.tensor(0.3))
         with torch.no_grad():
-            scale = self._scale()[self.items]
+            scale = self._scale(self.items)
             matrix = scale[:, None] * (counts + self.tau * counts.T) * scale
             size = matrix.square().mean().sqrt()  # 0 of one item alone
             self.weights.div_(1.2 * torch.where(size > 0, size, 1.0))
 
-    def _scale(self) -> Tensor:
-        """Returns the diagonal of D, ``[num_items + 1]``."""
+    # Nothing that is trained is looked up by index below: a GPU would add the gradients
+    # of 40,000 entries a sample to 100 weights, many of them one after another.
+
+    def _scale(self, ids: Tensor) -> Tensor:
+        """Returns entries of the diagonal of D, of the shape of ``ids``."""
         relative = self.shares / self.shares[1:].mean() + 1
-        return relative**self.beta
+        return relative[ids] ** self.beta
+
+    def _by_lag(self, length: int) -> Tensor:
+        """Returns ``[length, length]``: w of the lag from column to row, or 0."""
+        weights = self.weights[:length]
+        row = F.pad(weights, (0, 2 * length - len(weights)))
+        # Repeated, and cut into rows that are one entry shorter: each begins with one
+        # zero more than the row above.
+        repeated = row.expand(length, 2 * length).flatten()
+        rows = repeated[: length * (2 * length - 1)].view(length, 2 * length - 1)
+        return rows[:, :length].mT
+
+    def _follow(self, weights: Tensor, place: Tensor) -> Tensor:
+        """Returns ``weights [B, Q, T]`` times the rows ``place`` of the matrix."""
+        if not (torch.is_grad_enabled() and self.tau.requires_grad):
+            matrix = self.counts + self.tau * self.back
+            if weights.shape[1] > 1:
+                return weights @ F.embedding(place, matrix)
+            # A product with a sparse matrix, whose rows are the users.
+            return F.embedding_bag(
+                place, matrix, mode="sum", per_sample_weights=weights[:, 0]
+            )[:, None]
+        counts = weights @ F.embedding(place, self.counts)
+        return counts + self.tau * (weights @ F.embedding(place, self.back))
 
     def forward(self, ids: Tensor, at: Optional[Tensor] = None) -> Tensor:
         """Scores the item after each position, or after positions ``at`` ``[B]``."""
-        length = ids.shape[1]
-        times = torch.arange(length, device=ids.device)
-        asked = times.expand(len(ids), length) if at is None else at[:, None]
-        lags = asked[:, :, None] - times  # [B, Q, T]
-        near = (lags >= 0) & (lags < len(self.weights))
-        weights = self.weights[lags.clamp(0, len(self.weights) - 1)] * near
-        place, scale = self.place[ids], self._scale()
-        weights, matrix = weights * scale[ids][:, None], self.counts
-        matrix = matrix + self.tau * self.back
-        if at is not None and not torch.is_grad_enabled():
-            # A product with a sparse matrix, whose rows are the users.
-            found = F.embedding_bag(
-                place, matrix, mode="sum", per_sample_weights=weights[:, 0]
-            )[:, None]
-        else:
-            found = weights @ F.embedding(place, matrix)
-        found = found * scale[self.items]  # [B, Q, M]
+        weights = self._by_lag(ids.shape[1])
+        if at is not None:
+            times = torch.arange(ids.shape[1], device=ids.device)
+            weights = (at[:, None, None] == times).to(weights.dtype) @ weights
+        weights = weights * self._scale(ids)[:, None]  # [B, Q, T]
+        found = self._follow(weights, self.place[ids])
+        found = found * self._scale(self.items)  # [B, Q, M]
         log_shares = self.shares.clamp(min=self.shares[1:].min()).log()
         scores = (self.alpha * log_shares).expand(*found.shape[:2], len(log_shares))
         scores = scores.index_add(2, self.items, found)

@@ -195,14 +195,16 @@ def test_parameter_without_uses():
 # -- ways to compute a norm ------------------------------------------------------------
 
 
-@pytest.fixture(params=["gram", "segments", "few", "blocks", "cached"])
+@pytest.fixture(params=["gram", "segments", "few", "blocks", "apart", "cached"])
 def forced_way(request, monkeypatch):
-    few, blocks, cached = (request.param == x for x in ("few", "blocks", "cached"))
+    few, apart, cached = (request.param == x for x in ("few", "apart", "cached"))
+    blocks = apart or request.param == "blocks"
     grams = grad_sample._cost_of_grams  # infinite where terms do not fit each other
     for name, function in {
         "_has_few_rows": lambda *args: few,
         "_cost_of_grams": lambda terms: math.inf if blocks else grams(terms),
         "_cost_of_blocks": lambda terms: 1.0 if blocks else 1e300,
+        "_saves_apart": lambda *args: apart,
         "_is_worth_caching": lambda *args: cached,
     }.items():
         monkeypatch.setattr(grad_sample, name, function)

@@ -10,7 +10,10 @@ from typing import Any, Iterator, NamedTuple, Sequence
 import torch
 
 from opacus_ext.grad_sample.factors.places import (
+    add_by_index,
     groups_of,
+    index_of,
+    is_crowded,
     kernel,
     places_of,
     square_of_sums,
@@ -20,6 +23,7 @@ from opacus_ext.grad_sample.factors.rows import (
     OneHot,
     Squares,
     added,
+    column_blocks,
     common_dtype,
     cut,
     dtype_of,
@@ -27,6 +31,7 @@ from opacus_ext.grad_sample.factors.rows import (
     inner,
     joined,
     least_of_entries,
+    may_write_out,
     product,
     rows_product,
     sample_norms,
@@ -34,7 +39,8 @@ from opacus_ext.grad_sample.factors.rows import (
     square_sum,
     sums_wide,
     times,
-    upcast,
+    weighted_halves,
+    wide_product,
     width_of,
     workspace,
 )
@@ -137,12 +143,12 @@ class OuterProducts(Term):
                 factors = (*factors, ones)
         elif not factors[1:]:
             (rows,) = dense
-            if rows.dtype.itemsize <= 2:
-                rows = upcast(rows)
+            # Half precision is summed in float32, without a copy of all rows.
+            dtype = torch.float32 if rows.dtype.itemsize <= 2 else rows.dtype
             if rows.shape[1] == 1:
-                self.flat = rows.squeeze(1)
+                self.flat = rows.squeeze(1).to(dtype)
             else:
-                self.flat = rows.sum(1)
+                self.flat = rows.sum(1, dtype=dtype)
             dense = factors = (self.flat.unsqueeze(1),)
         self.factors = factors
         self.dense: list[T] = list(dense)
@@ -177,7 +183,10 @@ class OuterProducts(Term):
         is_dense = (True,) * len(self.factors)
         if self.onehot:
             is_dense = tuple([type(factor) is not OneHot for factor in self.factors])
-        return Kind(self.length, self.widths, is_dense, self.dtype)
+        traffic = _ON_CPU if self.device.type == "cpu" else _ON_GPU
+        if sums_wide(*self.dense):
+            traffic = _OF_BFLOAT16
+        return Kind(self.length, self.widths, is_dense, self.dtype, traffic)
 
     def materialize(self, dtype: torch.dtype, total: T | None = None) -> T:
         if self.onehot:
@@ -198,23 +207,25 @@ class OuterProducts(Term):
 
     def _by_index(self, dtype: torch.dtype, total: T | None) -> T:
         """Sums the rows of each index, in a table whose first axes are one-hot."""
-        places, size = places_of(self.onehot)
+        index, size = self.onehot[0]
+        if self.onehot[1:]:
+            index, size = index_of(self.onehot)
         is_dense = [False, *[type(factor) is not OneHot for factor in self.factors]]
         axes = list(range(len(is_dense)))
         order = sorted(axes, key=is_dense.__getitem__)
-        left, *others = [rows.to(dtype).flatten(0, 1) for rows in self.dense]
+        left, *others = [rows.to(dtype) for rows in self.dense]
         if others:
-            right = functools.reduce(rows_product, others)
+            places, _ = places_of(self.onehot)
+            right = functools.reduce(rows_product, others).flatten(0, 1)
             count = self.batch_size * size
+            left = left.flatten(0, 1)
             table = torch.ops.opacus_ext.sum_by_place(left, right, places, count)
         else:
-            target = total if order == axes else None
-            if target is None:
-                target = left.new_zeros(self.batch_size, size, left.shape[1])
-            table = target.view(-1, left.shape[1])
-            table = table.index_add_(0, places, left)
-            if target is total:
+            shape = self.batch_size, size, left.shape[2]
+            if total is not None and order == axes:
+                add_by_index(total.view(shape), index, left)
                 return total
+            table = add_by_index(left.new_zeros(shape), index, left)
         # The axes are put into the order that they have in the parameter.
         sizes = (self.batch_size, *self.widths)
         table = table.view([sizes[axis] for axis in order])
@@ -274,15 +285,23 @@ class OuterProducts(Term):
         """Sums without rounding: two bfloat16 hold the 16 bits of a weighted number."""
         left, right = self.dense
         narrow, wide = sorted(self.dense, key=width_of)
-        rows = narrow.float() * weights[:, None, None].float()
-        high = rows.bfloat16()
-        low = (rows - high).bfloat16()
-        sums = []
-        for part in (high, low):
-            pair = [wide, part] if narrow is right else [part, wide]
-            first, second = [factor.flatten(0, 1)[None] for factor in pair]
-            sums.append(times(first.mT, second, torch.float32)[0])
-        return add_into(total, sums[0].add_(sums[1]))
+        halves = weighted_halves(narrow, weights).flatten(0, 1)
+        sums = left.new_empty(left.shape[2], right.shape[2], dtype=torch.float32)
+        # One product takes both halves, which stand beside each other in its result.
+        flat, made = wide.flatten(0, 1), 4 * halves.shape[1]
+        for columns, (rows,) in column_blocks(flat, made=made):
+            size = columns.stop - columns.start
+            if narrow is right:
+                upper, excess = wide_product(rows, halves)[:size].chunk(2, dim=1)
+                target = sums[columns]
+            else:
+                upper, excess = wide_product(halves, rows)[:, :size].chunk(2, dim=0)
+                target = sums[:, columns]
+            if may_write_out():
+                torch.sub(upper, excess, out=target)
+            else:
+                target.copy_(upper - excess)
+        return add_into(total, sums)
 
     def without(self, samples: T) -> OuterProducts:
         mask = samples[:, None, None]
@@ -314,15 +333,19 @@ class OuterProducts(Term):
             # Of a single product, the bound is the norm.
             return Squares(self.size().square_())
         if method is Method.SEGMENTS:
-            rows = self.dense[0].to(self.dtype).flatten(0, 1)
-            places, _ = places_of(self.onehot)
-            squares = square_of_sums(rows, places, self.batch_size)
+            if is_crowded(*index_of(self.onehot)):
+                # The table is small, then.
+                squares = square_sum(self.materialize(self.dtype))
+            else:
+                rows = self.dense[0].to(self.dtype).flatten(0, 1)
+                places, _ = places_of(self.onehot)
+                squares = square_of_sums(rows, places, self.batch_size)
             least = least_of_entries(self.size(), self.dtype)
             return Squares(squares, least)
         return inner(self.factors, None, self.dtype)
 
     def size(self) -> T:
-        norms = [sample_norms(rows.to(self.dtype)) for rows in self.dense]
+        norms = [sample_norms(rows, self.dtype) for rows in self.dense]
         if len(norms) == 1 and self.length > 1:
             # By Cauchy-Schwarz: the sum of T norms is at most sqrt(T) times the root
             # of their squares' sum.
@@ -342,7 +365,8 @@ class OuterProducts(Term):
         index = first.index - rows.start
         size = rows.stop - rows.start
         is_inside = (index >= 0) & (index < size)
-        index = torch.where(is_inside, index, 0)
+        # Rows that are outside are spread, as a GPU adds those of one index in turn.
+        index = index % size
         # Zeros in one dense factor leave out the rows of other indices.
         for position, factor in enumerate(others):
             if not isinstance(factor, OneHot):
@@ -353,9 +377,39 @@ class OuterProducts(Term):
 
 # -- cost model ------------------------------------------------------------------------
 #
-# Costs are multiply-adds a sample. Constants stand for memory traffic, timed on CPU: 4
-# for an entry in cache, 60 for one that is written and read twice. Results do not
-# depend on them. A choice depends only on sizes, and is made once for equal ones.
+# Costs are multiply-adds a sample. Results do not depend on them. A choice depends only
+# on sizes, and is made once for equal ones.
+
+
+class Traffic(NamedTuple):
+    """
+    Memory traffic, in the multiply-adds that take as long.
+
+    Attributes:
+        block: an entry of a gradient that is written and read once
+        kept: an entry that is written and read twice, for the norm and for the sum
+        gram: an entry of a Gram matrix
+        factor: an entry of a row, each time that it is read
+        halves: products that the weighted sum takes beyond one
+        launches: what the ops take to start, of all samples, if nothing is kept
+        share: the share of the cache that one parameter may take
+    """
+
+    block: float
+    kept: float
+    gram: float
+    factor: float = 0
+    halves: int = 0
+    launches: float = 0
+    share: float = 1
+
+
+# Timed: blocks stay in cache.
+_ON_CPU = Traffic(block=4, kept=60, gram=8)
+# By the data sheet of an H100: 10 multiply-adds of float32 a byte, 150 of bfloat16, and
+# ten launches of 2 us. Many small gradients in the cache save more than a large one.
+_ON_GPU = Traffic(80, 120, 280, 40, launches=7e8, share=0.25)
+_OF_BFLOAT16 = Traffic(1200, 1800, 4000, 300, halves=1, launches=1e10, share=0.25)
 
 
 class Method(enum.Enum):
@@ -371,6 +425,8 @@ class Method(enum.Enum):
     GROUPS = "groups"
     #: Gradients, materialized block by block.
     BLOCKS = "blocks"
+    #: Blocks of the dense terms, and products of Gram matrices with the others.
+    APART = "apart"
     #: Gradients, materialized and kept for the clipped sum.
     CACHE = "cache"
 
@@ -384,12 +440,14 @@ class Kind(NamedTuple):
         widths: size of a row of each factor
         is_dense: for each factor, False if it is one-hot
         dtype: in which norms are accumulated
+        traffic: the cost of its entries
     """
 
     length: int
     widths: tuple[int, ...]
     is_dense: tuple[bool, ...]
     dtype: torch.dtype
+    traffic: Traffic
 
     @property
     def dense_widths(self) -> list[int]:
@@ -435,29 +493,33 @@ def _cost_of_grams(kinds: Sequence[Kind]) -> float:
     """Returns the cost of squared norms by Gram matrices, over all pairs of terms."""
     if len({kind.widths for kind in kinds}) > 1:
         return math.inf
-    cost = 0.0
+    cost, traffic = 0.0, kinds[0].traffic
     for number, first in enumerate(kinds):
         width = sum(first.dense_widths)
         if first.has_segments:
             cost += first.length * (16 + width)
         else:
             # The triangle takes half of all products, the blocks on its diagonal more.
-            cost += 0.65 * first.length**2 * (8 + width)
+            cost += 0.65 * first.length**2 * (traffic.gram + width)
+            cost += first.length * width * traffic.factor
         for second in kinds[:number]:
-            width = 8 * len(first.widths)
-            for size, dense, other in zip(
-                first.widths, first.is_dense, second.is_dense
-            ):
-                if dense and other:
-                    width += size
-            cost += first.length * second.length * width
+            cost += _cost_of_pair(first, second, traffic)
     return cost
+
+
+def _cost_of_pair(first: Kind, second: Kind, traffic: Traffic) -> float:
+    """Returns the cost of the inner products of two terms by Gram matrices."""
+    cost = traffic.gram * len(first.widths)
+    for size, dense, other in zip(first.widths, first.is_dense, second.is_dense):
+        if dense and other:
+            cost += size
+    return first.length * second.length * cost
 
 
 def _cost_of_blocks(kinds: Sequence[Kind]) -> float:
     """Returns the cost of squared norms by materializing blocks."""
     numel = product(kinds[0].widths)
-    cost = 4.0 * numel
+    cost = kinds[0].traffic.block * numel
     for kind in kinds:
         if kind.has_onehot:
             cost += 2 * numel + kind.length * product(kind.dense_widths)
@@ -470,25 +532,62 @@ def _is_worth_caching(
     kinds: Sequence[Kind],
     batch_size: int,
     cache: int,
+    bound: int,
     cost: float,
 ) -> bool:
     """
     Returns True if gradients are to be materialized for the norm and kept for the
-    clipped sum, with ``cache`` bytes left, and the cost of the cheapest other method.
+    clipped sum, with ``cache`` of ``bound`` bytes left, and the cost of the cheapest
+    other method.
     """
+    numel, traffic = product(kinds[0].widths), kinds[0].traffic
+    cost += traffic.launches / max(1, batch_size)
     has_products = False
     for kind in kinds:
-        if len(kind.dense_widths) > 1:
+        widths = kind.dense_widths
+        if len(widths) > 1:
             has_products = True
             if kind.has_onehot:
                 return False
-    numel = product(kinds[0].widths)
-    dtype = common_dtype(kinds)
+        # For the sum the narrowest factor is read, multiplied by weights, and read.
+        cost += kind.length * (sum(widths) + 6 * min(widths)) * traffic.factor
+        cost += kind.length * product(widths) * traffic.halves
+    num_bytes = batch_size * numel * common_dtype(kinds).itemsize
     return (
         has_products
-        and batch_size * numel * dtype.itemsize <= cache
-        and 60 * numel <= cost
+        and num_bytes <= min(cache, traffic.share * bound)
+        and traffic.kept * numel <= cost
     )
+
+
+def _can_be_apart(kinds: Sequence[Kind]) -> bool:
+    """Returns True for tables that are looked up and multiplied, as tied heads are."""
+    has_dense = has_onehot = False
+    for kind in kinds:
+        has_several = len(kind.dense_widths) > 1
+        # Groups have both, and materialized gradients neither.
+        if kind.has_onehot == has_several:
+            return False
+        has_onehot |= kind.has_onehot
+        has_dense |= has_several
+    return has_dense and has_onehot and len({kind.widths for kind in kinds}) == 1
+
+
+def _saves_apart(kinds: Sequence[Kind], batch_size: int, bound: int) -> bool:
+    """Returns True if Gram matrices take less than one-hot terms in each block."""
+    numel, traffic = product(kinds[0].widths), kinds[0].traffic
+    count = batch_size * numel * 8 / bound
+    by_block = by_pair = 0.0
+    for first in kinds:
+        if not first.has_onehot:
+            continue
+        # A block reads and writes all rows, four times.
+        rows = 4 * first.length * sum(first.dense_widths)
+        by_block += rows * traffic.factor * count
+        for second in kinds:
+            if second is not first:
+                by_pair += _cost_of_pair(first, second, traffic)
+    return by_pair < by_block
 
 
 @functools.lru_cache(maxsize=2**14)
@@ -509,12 +608,14 @@ def _choose(
     if is_single and first.length == 1:
         return Method.GRAMS, by_term
     grams, blocks = _cost_of_grams(kinds), _cost_of_blocks(kinds)
-    if _is_worth_caching(kinds, batch_size, cache, min(grams, blocks)):
+    if _is_worth_caching(kinds, batch_size, cache, bound, min(grams, blocks)):
         return Method.CACHE, by_term
     if is_single and first.has_onehot and len(first.dense_widths) > 1:
         if not _has_few_rows(first, batch_size, bound, _FEW):
             return Method.GROUPS, by_term
     if grams > blocks:
+        if _can_be_apart(kinds) and _saves_apart(kinds, batch_size, bound):
+            return Method.APART, by_term
         return Method.BLOCKS, by_term
     return Method.GRAMS, by_term
 
@@ -709,7 +810,7 @@ class GradSample:
         merged = self
         if len(self._terms) > 1:
             merged = self._merged()
-        terms: Any = merged._terms
+        terms: Any = merged._in_order()
         kinds = tuple([term.kind for term in terms])
         choose: Any = _choose
         if torch.compiler.is_compiling():
@@ -722,9 +823,18 @@ class GradSample:
             return _square_by_groups(terms[0])
         if chosen is Method.BLOCKS:
             return merged._squares_of_blocks()
-        squares = [term.squares_by(method) for term, method in zip(terms, by_term)]
+        is_apart = chosen is Method.APART
+        squares = []
+        if is_apart:
+            dense = [term for term in terms if not term.onehot]
+            blocks = _sum_of(dense, self.shape, self.batch_size)
+            squares.append(blocks._squares_of_blocks())
         for number, first in enumerate(terms):
+            if first.onehot or not is_apart:
+                squares.append(first.squares_by(by_term[number]))
             for second in terms[:number]:
+                if is_apart and not (first.onehot or second.onehot):
+                    continue
                 # The sum over all pairs has the first with the second, and the reverse.
                 products = inner(first.factors, second.factors, self._dtype)
                 squares += [products, products]

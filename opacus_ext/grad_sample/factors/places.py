@@ -20,11 +20,21 @@ from typing import Any, Callable, Iterator, Sequence
 import torch
 
 from opacus_ext import private_torch
-from opacus_ext.grad_sample.factors.rows import OneHot, common_dtype, square_sum
+from opacus_ext.grad_sample.factors.rows import (
+    OneHot,
+    common_dtype,
+    square_sum,
+    workspace,
+)
 
 T = torch.Tensor
 # Groups of so many rows on average, or more, are multiplied one by one.
 _LARGE = 128
+# Devices that add rows to the same place one after another. From so many rows for a
+# place on, one-hot rows are multiplied, in at most so many blocks.
+_ONE_BY_ONE = {"cuda"}
+_CROWD = 16
+_MOST_BLOCKS = 16
 
 
 def _first_places(samples: T, count: int) -> T:
@@ -33,14 +43,49 @@ def _first_places(samples: T, count: int) -> T:
     return count * numbers.unsqueeze(1)
 
 
-def places_of(onehot: Sequence[OneHot]) -> tuple[T, int]:
-    """Returns the place of each row, flattened, and ``size``."""
+def index_of(onehot: Sequence[OneHot]) -> tuple[T, int]:
+    """Returns the index ``[B, T]`` of rows in a table of several axes, and ``size``."""
     index, size = onehot[0]
     for other in onehot[1:]:
         index = index * other.size + other.index
         size *= other.size
+    return index, size
+
+
+def places_of(onehot: Sequence[OneHot]) -> tuple[T, int]:
+    """Returns the place of each row, flattened, and ``size``."""
+    index, size = index_of(onehot)
     places = _first_places(index, size) + index
     return places.flatten(), size
+
+
+def is_crowded(index: T, size: int) -> bool:
+    """
+    Returns True if rows with an index ``[B, T]`` would wait for each other: a GPU adds
+    those that have the same place one after another.
+    """
+    if index.device.type not in _ONE_BY_ONE or torch.compiler.is_compiling():
+        return False
+    if index.shape[1] < _CROWD * size:
+        return False
+    return index.numel() * size * 4 <= _MOST_BLOCKS * workspace()
+
+
+def add_by_index(table: T, index: T, rows: T) -> T:
+    """Adds rows ``[B, T, width]`` to ``table [B, size, width]`` at ``index [B, T]``."""
+    size = table.shape[1]
+    if not is_crowded(index, size):
+        first = size * torch.arange(len(index), device=index.device)
+        places = (first[:, None] + index).flatten()
+        table.flatten(0, 1).index_add_(0, places, rows.flatten(0, 1))
+        return table
+    numbers = torch.arange(size, device=index.device)
+    step = max(1, workspace() // max(1, table[..., 0].numel() * rows.dtype.itemsize))
+    for start in range(0, index.shape[1], step):
+        block = slice(start, start + step)
+        onehot = index[:, block, None] == numbers
+        table.baddbmm_(onehot.to(rows.dtype).mT, rows[:, block])
+    return table
 
 
 def square_of_sums(rows: T, places: T, batch_size: int) -> T:

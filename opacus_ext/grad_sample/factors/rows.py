@@ -22,6 +22,7 @@ from typing import (
 )
 
 import torch
+from torch.nn import functional as F
 
 from opacus_ext.refused import Refused
 
@@ -130,15 +131,20 @@ _MOST = 2**16
 _MOST_STRIDED = 2**12
 
 
-def sample_norms(tensor: T) -> T:
-    """Returns the norms ``[B]`` of the samples ``[B, ...]``, in float32 or wider."""
+def sample_norms(tensor: T, dtype: torch.dtype | None = None) -> T:
+    """
+    Returns the norms ``[B]`` of the samples ``[B, ...]``: in ``dtype``, which half
+    precision needs and others may have, as it is float32 or wider.
+    """
     rows = tensor
     if rows.dim() != 2:
         rows = rows.flatten(1)
     size = rows.shape[1]
     most = _MOST if rows.stride(1) == 1 else _MOST_STRIDED
     if size <= most or rows.device.type != "cpu" or torch.compiler.is_compiling():
-        return torch.linalg.vector_norm(rows, dim=1)
+        return torch.linalg.vector_norm(rows, dim=1, dtype=dtype)
+    if dtype is not None:
+        rows = rows.to(dtype)
     end = size // _PART * _PART
     parts = rows[:, :end].unflatten(1, (-1, _PART))
     norms = torch.linalg.vector_norm(parts, dim=2)
@@ -302,6 +308,85 @@ def times(
     return torch.bmm(left.to(dtype), right.to(dtype))
 
 
+# A GPU multiplies rows of bfloat16 fast if they begin at multiples of 16 bytes. Of
+# narrower rows a copy is not worth its launch.
+_ALIGNED = 8
+_WIDE_ROWS = 2**10
+
+
+def may_write_out() -> bool:
+    """Returns True if ops may write to memory given as ``out``."""
+    return not torch.compiler.is_compiling() and not torch.is_grad_enabled()
+
+
+def wide_product(left: T, right: T) -> T:
+    """Returns ``left^T @ right`` of bfloat16 rows ``[n, width]``, summed in float32."""
+    return times(left[None].mT, right[None], torch.float32)[0]
+
+
+def column_blocks(
+    *factors: T,
+    made: int = 0,
+) -> Iterator[tuple[slice, list[T]]]:
+    """
+    Yields all columns of bfloat16 rows ``[..., width]``, in blocks that fit into the
+    workspace, of one factor or of several. Blocks of rows that are not aligned, as
+    those of 50,257 words, are copies, of which the last is padded with zeros.
+
+    Args:
+        made: bytes of what is made of a column
+    """
+    width = factors[0].shape[-1]
+    # Rows are multiplied by themselves most often, and copied once then.
+    distinct = {id(rows): rows for rows in factors}
+    copied = width >= _WIDE_ROWS and not all(map(_is_aligned, factors))
+    column_bytes = made
+    if copied:
+        column_bytes += sum(2 * rows[..., 0].numel() for rows in distinct.values())
+    if not may_write_out() or not column_bytes:
+        yield slice(0, width), list(factors)
+        return
+    step = max(_ALIGNED, _workspace // column_bytes // _ALIGNED * _ALIGNED)
+    for start in range(0, width, step):
+        columns = slice(start, min(start + step, width))
+        blocks = {key: rows[..., columns] for key, rows in distinct.items()}
+        if copied:
+            blocks = {key: _aligned(block) for key, block in blocks.items()}
+        yield columns, [blocks[id(rows)] for rows in factors]
+
+
+def _is_aligned(rows: T) -> bool:
+    return rows.stride(-1) != 1 or rows.stride(-2) % _ALIGNED == 0
+
+
+def _aligned(block: T) -> T:
+    """Copies some columns, padded with zeros if needed."""
+    padding = -block.shape[-1] % _ALIGNED
+    if padding:
+        return F.pad(block, (0, padding))
+    return block.contiguous()
+
+
+def weighted_halves(rows: T, weights: T) -> T:
+    """
+    Multiplies rows ``[B, T, width]`` and weights ``[B]``, both bfloat16, exactly.
+    Returns ``[B, T, 2 * width]``: bfloat16 with the upper bits of the products, and
+    beside it what these are larger by.
+    """
+    weights = weights[:, None, None]
+    if not may_write_out():
+        # A compiler takes out a cast to bfloat16 and back, but not a change of bits.
+        exact = rows.float() * weights.float()
+        upper = rounded_down(exact)
+        return torch.cat([upper.bfloat16(), (upper - exact).bfloat16()], dim=2)
+    halves = rows.new_empty(*rows.shape[:2], 2 * rows.shape[2])
+    upper, excess = halves.chunk(2, dim=2)
+    torch.mul(rows, weights, out=upper)
+    # It is computed in float32, and has no more than 8 bits.
+    torch.addcmul(upper, rows, weights, value=-1, out=excess)
+    return halves
+
+
 def rounded_down(factors: T) -> T:
     """Rounds positive numbers to 8 bits, toward zero: they are bfloat16 then."""
     bits = factors.float().view(torch.int32)
@@ -398,7 +483,11 @@ def inner(
         if right is None and step < length:
             product[:, :, step:].mul_(2)
         squares = product.sum((1, 2))
-        sizes = product.abs_().sum((1, 2))
+        if first.device.type in _WIDE_SUMS and not torch.compiler.is_compiling():
+            # This reads the product once, but is slow on a CPU.
+            sizes = torch.linalg.vector_norm(product, 1, (1, 2))
+        else:
+            sizes = product.abs_().sum((1, 2))
         if values is None or absolute is None:
             values, absolute = squares, sizes
         else:
@@ -447,4 +536,10 @@ def _gram(
         # A product with one-hot rows is a look-up.
         index = right.index.unsqueeze(1).expand(-1, left.shape[1], -1)
         return left.gather(2, index).to(dtype)
-    return times(left, right.mT, dtype)
+    if left.shape[1] < _FEWEST_AT_ONCE or not sums_wide(left, right):
+        return times(left, right.mT, dtype)
+    gram: Any = None
+    for _, (block, other) in column_blocks(left, right):
+        part = times(block, other.mT, dtype)
+        gram = part if gram is None else gram.add_(part)
+    return gram

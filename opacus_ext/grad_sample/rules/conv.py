@@ -124,7 +124,8 @@ class OfConv(NamedTuple):
             factors = (rows.flatten(1, 2), windows.flatten(1, 2))
         if not self.has_bias:
             return [factors]
-        of_bias = (upcast(backprops.flatten(3)).sum(3),)
+        dtype = dtype_of(backprops.dtype)
+        of_bias = (backprops.flatten(3).sum(3, dtype=dtype),)
         return [factors, of_bias]
 
     def windows(self, inputs: T) -> T:
@@ -217,8 +218,8 @@ class ConvGradients(Term):
         return Squares(torch.cat(values), least)
 
     def size(self) -> T:
-        backprops = sample_norms(upcast(self.backprops))
-        inputs = sample_norms(upcast(self.inputs))
+        backprops = sample_norms(self.backprops, self.dtype)
+        inputs = sample_norms(self.inputs, self.dtype)
         # An entry of the input is in at most so many windows.
         windows = self.layer.shape[2:].numel()
         return backprops * inputs * math.sqrt(windows)

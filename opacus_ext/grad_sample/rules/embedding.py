@@ -140,8 +140,13 @@ def _rows(
     """Returns the factors of a table ``[size, *]``, whose index may be negative."""
     # Rows are flattened, as ``view(*shape, -1)`` fails for a sequence of no tokens.
     rows = backprops.unsqueeze(2).flatten(2)
-    if padding is not None:
-        rows = rows.masked_fill((ids == padding).unsqueeze(-1), 0)
     # An index ``table[ids]`` may be on the CPU where the table is not.
     ids = ids.to(rows.device, torch.long)
+    if padding is not None:
+        is_padding = ids == padding
+        rows = rows.masked_fill(is_padding.unsqueeze(-1), 0)
+        # Rows of zeros are spread, as a GPU adds those of one index in turn.
+        ids = torch.where(
+            is_padding, torch.arange(ids.shape[1], device=ids.device), ids
+        )
     return [(OneHot(ids % size, size), rows)]

@@ -19,14 +19,29 @@ from opacus_ext.grad_sample.rules.registry import (
     of_all,
     register_rule,
 )
+from opacus_ext.private_torch import is_batched
 
 T = torch.Tensor
 Factors = list[tuple[Factor, ...]]
+# The types that autocast changes.
+_CAST = {torch.float32, torch.float16, torch.bfloat16}
+
+
+def _as_multiplied(input: T) -> T:
+    """
+    Casts the data of a sample as autocast does for a product, once for the product and
+    the factors: the backward pass need not keep the data nor cast them again.
+    """
+    if input.dtype not in _CAST or not is_batched(input):
+        return input
+    if torch.compiler.is_compiling():
+        return input
+    return input.to(torch.get_autocast_dtype(input.device.type))
 
 
 def _linear(backprops: T, activations: T) -> Factors:
     """Returns the factors of ``W [out, in]`` and its bias."""
-    # Under autocast the op uses the cast input.
+    # What was not cast before, autocast casts for the op alone.
     activations = activations.to(backprops.dtype)
     return [(backprops, activations), (backprops,)]
 
@@ -60,6 +75,8 @@ def linear(
         return None
     if bias is not None and bias.shape != weight.shape[:1]:
         return None
+    if torch.is_autocast_enabled(input.device.type):
+        input = _as_multiplied(input)
     return Op((weight, bias), (input,), _linear, run_all=_run_linear)
 
 
@@ -123,6 +140,8 @@ def addmm(
     """``y [*, out] = input [out] + mat1 [*, in] mat2 [in, out]``"""
     if beta != 1 or alpha != 1 or input.shape != mat2.shape[1:]:
         return None
+    if torch.is_autocast_enabled(mat1.device.type):
+        mat1 = _as_multiplied(mat1)
     return Op((mat2, input), (mat1,), _product, run_all=_run_addmm)
 
 
