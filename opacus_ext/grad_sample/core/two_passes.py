@@ -11,6 +11,7 @@ import functools
 from typing import Any, Callable, Hashable, Sequence
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from opacus_ext.grad_sample.core.gradients import (
     Collector,
@@ -198,7 +199,7 @@ class Prints:
         repeats = torch.tensor(lengths, device=first.device)
         uses = torch.arange(len(lengths), device=first.device)
         uses = uses.repeat_interleave(repeats)
-        largest = norms.new_zeros(len(lengths)).scatter_reduce_(0, uses, norms, "amax")
+        largest = pad_sequence(norms.split(lengths), batch_first=True).amax(1)
         tolerances = first.new_tensor(self._tolerances)
         bounds = norms * tolerances[uses] + 1e-6 * largest[uses]
         return bool((gaps > bounds).any())
