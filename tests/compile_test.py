@@ -761,6 +761,30 @@ def test_model_losses():
 
 
 @pytest.mark.thorough
+def test_adapters():
+    """Llama with LoRA, of which most parameters are frozen."""
+    transformers, peft = map(pytest.importorskip, ("transformers", "peft"))
+    config = transformers.LlamaConfig(
+        **dict(vocab_size=23, hidden_size=16, intermediate_size=24, use_cache=False),
+        **dict(num_hidden_layers=2, num_attention_heads=2),
+    )
+    adapters = peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj"])
+    torch.manual_seed(1)
+    model = transformers.LlamaForCausalLM(config).double()
+    model = peft.get_peft_model(model, adapters)
+    plain = copy.deepcopy(model)
+    private = compiled(model, max_grad_norm=0.1)
+
+    def loss_fn(m, ids):
+        return m(input_ids=ids).logits.square().mean((1, 2))
+
+    ids = torch.randint(1, 23, (3, 6))
+    expected = clipped_sum(oracle(plain, ids, loss_fn), "flat", 0.1)
+    assert_same(grads_of(private, model, ids, loss_fn), expected, 1e-6)
+    assert private.optimizer.ran == "Last step: compiled"
+
+
+@pytest.mark.thorough
 def test_nothing_is_kept():
     model = model_of(Net)
     private = compiled(model)

@@ -232,6 +232,9 @@ def _reason(error: Any) -> str:
     if type(error).__module__ == "torch._dynamo.exc" and error.__cause__ is not None:
         # The code of the user has raised it.
         error = error.__cause__
+    # torch 2.11 leaves out what our errors say, but knows the line that raises them.
+    if "UserDefinedException" in str(error):
+        return str(error.real_stack[-1].line)
     return why(error)
 
 
