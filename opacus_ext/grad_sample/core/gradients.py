@@ -44,7 +44,7 @@ FactorsFn = Callable[..., Sequence[tuple[Factor, ...]]]
 SMALL = 2**16
 _version = attrgetter("_version")
 UNSEEN = "a use of a parameter that is not seen (an autograd function)"
-_OF_SEGMENT = "a tensor that a function under activation checkpointing does not return"
+OF_SEGMENT = "a tensor that a function under activation checkpointing does not return"
 Show = Callable[[Hashable, T], None]
 
 
@@ -628,7 +628,7 @@ def run_backward(
             raise NotAtOnce(UNSEEN)
     for gradient in of_leaves[len(params) : unseen]:
         if gradient is not None:
-            raise NotAtOnce(_OF_SEGMENT)
+            raise NotAtOnce(OF_SEGMENT)
     backprops = of_leaves[count:] if receive is None else ()
     return backprops, list(of_leaves[unseen:count])
 

@@ -18,7 +18,11 @@ from typing import Any, Callable, ContextManager, Iterable, Iterator, Sequence
 
 import torch
 from torch import nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import (
+    GradientEdge,
+    get_gradient_edge,
+    saved_tensors_hooks,
+)
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import noop_context_fn
 
@@ -33,7 +37,13 @@ from opacus_ext.grad_sample.core.gradients import (
     no_factors,
     of_copies,
 )
-from opacus_ext.grad_sample.core.recompute import NAME, Segment, tied
+from opacus_ext.grad_sample.core.recompute import (
+    NAME,
+    Segment,
+    drop,
+    refuse_dropped,
+    tied,
+)
 from opacus_ext.grad_sample.core.values import Key, as_bits
 from opacus_ext.grad_sample.core.vmap import (
     COMPOSITE,
@@ -298,15 +308,21 @@ class SampleGroup(TorchFunctionMode):
 
     @contextmanager
     def apart(self, anchor: T) -> Iterator[None]:
-        """Keeps the uses and segments of a block apart, and drops them at its end."""
+        """
+        Keeps the uses and segments of a block apart, and drops them at its end. What
+        autograd would save in it for a backward pass is dropped at once.
+        """
         kept = dict(vars(self))
         self.uses, self.segments, self.anchor = [], [], anchor
         self._values, self._copies = dict(self._values), {}
         try:
-            yield
+            with saved_tensors_hooks(drop, refuse_dropped):
+                self._packing = saved_tensor_hooks()
+                yield
         finally:
             for name in ("uses", "segments", "anchor", "_values", "_copies"):
                 setattr(self, name, kept[name])
+            self._packing = kept["_packing"]
 
     def running(self) -> ContextManager:
         """Prepares the model to run in the backward pass, for a block."""

@@ -18,6 +18,7 @@ import torch
 
 from opacus_ext.grad_sample.core.generators import set_to, states
 from opacus_ext.grad_sample.core.gradients import (
+    OF_SEGMENT,
     ParameterUse,
     Receiver,
     gradients_of_group,
@@ -258,6 +259,15 @@ def _with_graph(leaves: Sequence[Any]) -> list[int]:
         if isinstance(leaf, T) and is_batched(leaf) and whole(leaf).requires_grad:
             places.append(place)
     return places
+
+
+def drop(tensor: T) -> None:
+    """Saves nothing of a tensor for a backward pass."""
+
+
+def refuse_dropped(nothing: None) -> T:
+    """Raises, as the graph of the first run has no backward pass."""
+    raise NotAtOnce(OF_SEGMENT)
 
 
 def _detached(outputs: Sequence[T], inputs: Sequence[T]) -> list[T]:

@@ -22,7 +22,14 @@ from opacus_ext.grad_sample.core.gradients import (
     run_backward,
     touched_in,
 )
-from opacus_ext.grad_sample.factors import GradSample, full_precision, real_rows
+from opacus_ext.grad_sample.factors import (
+    GradSample,
+    dtype_of,
+    full_precision,
+    real_rows,
+    sums_wide,
+    times,
+)
 from opacus_ext.refused import Refused
 
 T = torch.Tensor
@@ -157,6 +164,12 @@ def _signs(width: int, dtype: torch.dtype, device: torch.device) -> T:
     return (bits * 2 - 1).to(device, dtype)
 
 
+def _signed(rows: T) -> T:
+    """Returns products of rows ``[n, rows, width]`` with signs, in float32 or wider."""
+    signs = _signs(rows.shape[2], rows.dtype, rows.device)
+    return times(rows, signs.expand(len(rows), -1, -1), dtype_of(rows.dtype))
+
+
 class Prints:
     """
     Prints of backprops, of which two passes have the same if their backprops are:
@@ -171,15 +184,17 @@ class Prints:
     def add(self, key: Hashable, backprops: T) -> None:
         """Adds the print of some backprops ``[B, ...]``, under a key."""
         self._tolerances.append(1e-3 if backprops.dtype.itemsize >= 4 else 0.03)
-        flat = real_rows(backprops)
+        if sums_wide(backprops):
+            flat = backprops.reshape(len(backprops), -1)
+        else:
+            flat = real_rows(backprops)
         # A part is replaced by its products, so that few signs are in memory.
         while flat.shape[1] > _WIDE:
             end = flat.shape[1] // _WIDE * _WIDE
-            parts = flat[:, :end].unflatten(1, (-1, _WIDE))
-            products = (parts @ _signs(_WIDE, flat.dtype, flat.device)).flatten(1)
-            rest = flat[:, end:]
+            products = _signed(flat[:, :end].unflatten(1, (-1, _WIDE))).flatten(1)
+            rest = flat[:, end:].to(products.dtype)
             flat = torch.cat([products, rest], dim=1) if rest.numel() else products
-        self._prints[key] = flat @ _signs(flat.shape[1], flat.dtype, flat.device)
+        self._prints[key] = _signed(flat[None])[0]
 
     def differ_from(self, other: Prints) -> bool:
         """Returns True if some print differs by more than rounding."""

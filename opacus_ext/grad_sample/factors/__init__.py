@@ -28,7 +28,9 @@ from opacus_ext.grad_sample.factors.rows import (  # noqa: F401
     sample_norms,
     scaled_norms,
     square_sum,
+    sums_wide,
     tf32_settings,
+    times,
     upcast,
     workspace,
 )
