@@ -38,6 +38,8 @@ class ByItself(torch.autograd.Function):
         return grad * w.sum(), (grad * x).sum() * torch.ones_like(w)
 
 
+# From torch 2.14 on compiled code tells modes of attributes, too.
+ATTRIBUTE = "w.T; write w.t()" if torch.__version__ < "2.14" else None
 # By name: a loss, and why it is not compiled.
 LOSSES = {
     "around": (lambda m, x: m(x).square().sum() * x.mean(), None),
@@ -48,7 +50,7 @@ LOSSES = {
         "vmap over",
     ),
     "no call": (lambda m, x: (x @ m.one.weight.t()).sum(), None),
-    "attribute": (lambda m, x: (x @ m.one.weight.mT).sum(), "w.T; write w.t()"),
+    "attribute": (lambda m, x: (x @ m.one.weight.mT).sum(), ATTRIBUTE),
     "branch": (lambda m, x: m(x).sum() * (2 if x.sum() > 0 else 1), "x.sum() > 0"),
 }
 
