@@ -123,6 +123,15 @@ class ParameterUse(NamedTuple):
                     "inplace=False.",
                 )
 
+    def about(self) -> Hashable:
+        """Returns what tells it from uses of other parameters or settings."""
+        about: list[Any] = [_settings(self.factors)]
+        for value in self.values:
+            if value is not None:
+                start = value.tensor.storage_offset()
+                about.append((start, *map(id, value.leaves())))
+        return tuple(about)
+
     def of(self, backprops: T) -> list[tuple[ParameterValue, tuple[Factor, ...]]]:
         """Returns the factors of each value's per-sample gradients."""
         tensors = []
@@ -363,6 +372,8 @@ class Collector:
         for leaf, gradient in zip(leaves, value.pull(leaves, grads)):
             if gradient is not None:
                 rows = gradient.reshape(len(gradient), 1, -1)
+                if self.show is not None:
+                    self.show((id(value), id(leaf)), rows)
                 complete += self._add(leaf, (rows,), len(gradient))
         return complete
 
@@ -394,19 +405,23 @@ class Collector:
 
 def _kind(use: ParameterUse, backprops: T) -> tuple:
     """Returns a key that is equal for uses that can be handled together."""
-    factors: Any = use.factors
-    # Two objects of `partial` are not equal, even if their arguments are.
-    if isinstance(factors, partial) and not factors.keywords:
-        # Numbers are compared by type and bits, as 1 == True and 0.0 == -0.0.
-        arguments = key_of(factors.args)
-        if arguments is not None:
-            factors = factors.func, arguments
-    key = [factors, use.rows, use.data_rows]
+    key = [_settings(use.factors) or use.factors, use.rows, use.data_rows]
     for tensor in (backprops, *use.data):
         key += tensor.shape, tensor.dtype, tensor.device
     for value in use.values:
         key.append(value and value.shape)
     return tuple(key)
+
+
+def _settings(factors: Any) -> Hashable:
+    """Returns a function of factors and its arguments; None if they have no key."""
+    # Two objects of `partial` are not equal, even if their arguments are.
+    if isinstance(factors, partial) and not factors.keywords:
+        # Numbers are compared by type and bits, as 1 == True and 0.0 == -0.0.
+        arguments = key_of(factors.args)
+        if arguments is not None:
+            return factors.func, arguments
+    return None
 
 
 # -- views -----------------------------------------------------------------------------

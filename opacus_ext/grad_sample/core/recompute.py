@@ -10,6 +10,7 @@ factors of one segment are in memory.
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, Callable, ContextManager, Hashable, Iterator, Protocol, Sequence
@@ -107,7 +108,7 @@ class Segment:
             function = function.func
         self._modes, self._function = modes, function
         self._leaves, self._structure = tree_flatten((args, kwargs))
-        self._places = _with_graph(self._leaves)
+        self._places = with_graph(self._leaves)
         # A group without uses, as one with them would keep this segment alive.
         self._group = group.another(group.size)
         self._level = group.level.number
@@ -120,11 +121,6 @@ class Segment:
                 self.anchor = torch.zeros((), requires_grad=True)
         self.touched: list[dict[int, T]] = []
         self.saved = self.factors = 0
-
-    @property
-    def has_inputs(self) -> bool:
-        """True if some arguments need a gradient."""
-        return bool(self._places)
 
     # -- forward -----------------------------------------------------------------------
 
@@ -142,7 +138,7 @@ class Segment:
         with group.apart(self.anchor):
             output = self._call(group.level, starts)
             leaves, structure = tree_flatten(output)
-            self._form = structure, _with_graph(leaves)
+            self._form = structure, with_graph(leaves)
             with group.outside(), DisableTorchFunction():
                 if versions != self._versions() + [x._version for x in starts]:
                     raise NotAtOnce(f"{NAME} of a function that changes its inputs")
@@ -188,9 +184,7 @@ class Segment:
                 f"{NAME} of a function that takes tensors with a gradient from "
                 "elsewhere than its arguments"
             )
-        self.touched = [parameters_of(group.uses, group.params)]
-        for segment in group.segments:
-            self.touched += segment.touched
+        self.touched = _touched_by(group)
         data = {id(x): x for use in group.uses for x in use.data}
         self.saved = sum(x.numel() for x in inputs)
         self.factors = sum(x.numel() for x in data.values())
@@ -213,10 +207,16 @@ class Segment:
         group, outputs = self._again(detached)
         numbers = itertools.count()
 
-        def show(_: Hashable, backprops: T) -> None:
+        def show(_: Hashable, rows: T, what: Hashable = None) -> None:
             if receiver.show is not None:
-                receiver.show((*receiver.key, next(numbers)), backprops)
+                receiver.show((*receiver.key, next(numbers), what), rows)
 
+        if receiver.show is not None:
+            # The data of another pass were computed by another run.
+            for use in group.uses:
+                what = use.about()
+                for rows in use.data:
+                    show(None, rows, what)
         samples, of_inputs = gradients_of_group(
             group,
             outputs,
@@ -243,15 +243,17 @@ class Segment:
                 except (NotAtOnce, BranchesDiffer) as error:
                     raise _refused(f"can't be computed again: {error}") from error
                 leaves, structure = tree_flatten(output)
-                if self._form != (structure, _with_graph(leaves)):
+                if self._form != (structure, with_graph(leaves)):
                     raise _refused("has returned other tensors when it ran again")
                 outputs = [level.unwrap(leaves[place]) for place in self._form[1]]
                 del output, leaves
+        if list(map(set, self.touched)) != list(map(set, _touched_by(group))):
+            raise _refused("has used other parameters when it ran again")
         group.free_copies()
         return group, outputs
 
 
-def _with_graph(leaves: Sequence[Any]) -> list[int]:
+def with_graph(leaves: Sequence[Any]) -> list[int]:
     """Returns the places of tensors of samples that need a gradient."""
     places = []
     for place, leaf in enumerate(leaves):
@@ -260,15 +262,25 @@ def _with_graph(leaves: Sequence[Any]) -> list[int]:
     return places
 
 
+def _touched_by(group: SamplesTogether) -> list[dict[int, T]]:
+    """Returns the parameters that get a gradient, here and in segments within."""
+    touched = [parameters_of(group.uses, group.params)]
+    for segment in group.segments:
+        touched += segment.touched
+    return touched
+
+
 def _detached(outputs: Sequence[T], inputs: Sequence[T]) -> list[T]:
-    """Detaches outputs; copies those in the memory of inputs, which is to stay."""
-    kept = {x.untyped_storage().data_ptr() for x in inputs}
+    """
+    Detaches outputs. Those in the memory of inputs, or of other outputs, become views,
+    as autograd refuses to change views that a function returns.
+    """
+    count = Counter(x.untyped_storage().data_ptr() for x in (*inputs, *outputs))
     detached = []
     for output in outputs:
+        is_shared = count[output.untyped_storage().data_ptr()] > 1
         output = output.detach()
-        if output.untyped_storage().data_ptr() in kept:
-            output = output.clone()
-        detached.append(output)
+        detached.append(output.view_as(output) if is_shared else output)
     return detached
 
 
