@@ -6,6 +6,7 @@ The oracle is each sample alone by plain autograd, with torch's own checkpointin
 import functools
 import warnings
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -316,6 +317,22 @@ def test_few_samples_at_once():
         torch.testing.assert_close(total, expected[name], rtol=0, atol=1e-8)
 
 
+def test_a_side_way():
+    """Where nothing with a gradient is returned, a tensor may leave unseen."""
+    kept = []
+
+    def loss(m, x, again):
+        again(lambda h: kept.append(m[1](h)), m[0](x))
+        return loss_of(kept.pop()) + loss_of(m[0](x))
+
+    model = Net(loss, functools.partial(checkpoint, use_reentrant=False))
+    expected = oracle(model, samples(), lambda model, x: model(x))
+    with pytest.warns(UserWarning, match="does not return"):
+        grads = per_sample_grads(model, dict(model.named_parameters()), samples()).grads
+    for name in grads:
+        torch.testing.assert_close(grads[name], expected[name], rtol=0, atol=1e-8)
+
+
 @pytest.mark.parametrize("kind", ["argument", "other tensors"])
 def test_refused(kind):
     """What can't be computed again as it was."""
@@ -426,6 +443,14 @@ def test_what_else_runs_one_by_one():
         (in_a_mode, "under Mode", other),
         (changes(lambda h: [h.tanh()] * 2), "is a view", other),
         (changes(lambda h: (h.view(18), 3 * h)), "is a view", other),
+        # An object may hold tensors with a graph.
+        (
+            lambda m, x, again: loss_of(
+                again(lambda h: SimpleNamespace(y=m[1](h)), m[0](x)).y
+            ),
+            "returns SimpleNamespace",
+            other,
+        ),
         # torch's reentrant kind gives tensors in lists no gradient.
         (nested(lambda m, h: m(h[0]), lambda h: ([h],)), "no gradient", reentrant),
         (nested(lambda m, h: [m(h)]), "nested", reentrant),

@@ -40,6 +40,8 @@ T = torch.Tensor
 
 #: What vmap can't run in some cases; see :class:`~rules.NotAtOnce`.
 NAME = "activation checkpointing"
+# What holds no tensors that are not seen.
+_LEAVES = T, int, float, complex, str, bytes, type(None), torch.dtype, torch.device
 
 
 class SamplesTogether(Protocol):
@@ -139,6 +141,10 @@ class Segment:
             output = self._call(group.level, starts)
             leaves, structure = tree_flatten(output)
             self._form = structure, with_graph(leaves)
+            for leaf in leaves:
+                if not isinstance(leaf, _LEAVES):
+                    kind = type(leaf).__name__
+                    raise NotAtOnce(f"{NAME} of a function that returns {kind}")
             with group.outside(), DisableTorchFunction():
                 if versions != self._versions() + [x._version for x in starts]:
                     raise NotAtOnce(f"{NAME} of a function that changes its inputs")
@@ -146,6 +152,8 @@ class Segment:
                 self._note(group, inputs, roots)
                 results = _detached(roots, inputs)
             del output, roots, starts
+        # What has left it unseen is told by the anchor, whatever it returns.
+        group.segments.append(self)
         if not results:
             return tree_unflatten(leaves, structure)
         with group.outside(), DisableTorchFunction():
@@ -155,7 +163,6 @@ class Segment:
             for place, result in zip(self._form[1], results):
                 leaves[place] = group.level.wrap(result)
         self._seen = self._versions()
-        group.segments.append(self)
         return tree_unflatten(leaves, structure)
 
     def _versions(self) -> list[int]:
