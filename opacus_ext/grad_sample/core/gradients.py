@@ -125,7 +125,9 @@ class ParameterUse(NamedTuple):
 
     def about(self) -> Hashable:
         """Returns what tells it from uses of other parameters or settings."""
-        about: list[Any] = [_settings(self.factors)]
+        # Functions that have no key are other objects where a part runs again.
+        settings = _kind(self, self.data[0])[0] if self.data else None
+        about: list[Any] = [settings if isinstance(settings, tuple) else None]
         for value in self.values:
             if value is not None:
                 start = value.tensor.storage_offset()
@@ -405,23 +407,19 @@ class Collector:
 
 def _kind(use: ParameterUse, backprops: T) -> tuple:
     """Returns a key that is equal for uses that can be handled together."""
-    key = [_settings(use.factors) or use.factors, use.rows, use.data_rows]
-    for tensor in (backprops, *use.data):
-        key += tensor.shape, tensor.dtype, tensor.device
-    for value in use.values:
-        key.append(value and value.shape)
-    return tuple(key)
-
-
-def _settings(factors: Any) -> Hashable:
-    """Returns a function of factors and its arguments; None if they have no key."""
+    factors: Any = use.factors
     # Two objects of `partial` are not equal, even if their arguments are.
     if isinstance(factors, partial) and not factors.keywords:
         # Numbers are compared by type and bits, as 1 == True and 0.0 == -0.0.
         arguments = key_of(factors.args)
         if arguments is not None:
-            return factors.func, arguments
-    return None
+            factors = factors.func, arguments
+    key = [factors, use.rows, use.data_rows]
+    for tensor in (backprops, *use.data):
+        key += tensor.shape, tensor.dtype, tensor.device
+    for value in use.values:
+        key.append(value and value.shape)
+    return tuple(key)
 
 
 # -- views -----------------------------------------------------------------------------
