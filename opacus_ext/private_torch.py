@@ -7,7 +7,7 @@ it does, where its own name does not.
 from __future__ import annotations
 
 from contextlib import contextmanager
-from threading import get_ident
+from threading import Lock, get_ident
 from typing import Any, Callable, Iterator, Sequence
 
 import torch
@@ -108,6 +108,15 @@ def gradients(
 #: Returns the function modes that are active, the outermost first.
 function_modes: Callable[[], list] = torch.overrides._get_current_function_mode_stack
 _checkpoint: Any = getattr(torch_checkpoint.checkpoint, "__wrapped__")
+#: The attribute that torch calls, if it is not None.
+_NAME = "__dynamo_disable"
+#: What each thread calls; of None what the attribute held before.
+_runs: dict[int | None, Any] = {}
+_lock = Lock()
+
+
+def _call(*args: Any, **kwargs: Any) -> Any:
+    return _runs.get(get_ident(), _checkpoint)(*args, **kwargs)
 
 
 @contextmanager
@@ -117,16 +126,23 @@ def checkpoints_by(run: Callable[..., Any]) -> Iterator[None]:
     a block. All who call it, by whatever name, call what this attribute holds.
     """
     thread = get_ident()
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return (run if get_ident() == thread else _checkpoint)(*args, **kwargs)
-
-    before = getattr(_checkpoint, "__dynamo_disable", None)
-    setattr(_checkpoint, "__dynamo_disable", call)
+    before = _runs.get(thread)
+    with _lock:
+        if not _runs:
+            _runs[None] = getattr(_checkpoint, _NAME, None)
+        _runs[thread] = run
+        setattr(_checkpoint, _NAME, _call)
     try:
         yield
     finally:
-        setattr(_checkpoint, "__dynamo_disable", before)
+        with _lock:
+            if before is None:
+                del _runs[thread]
+            else:
+                _runs[thread] = before
+            # Only the last thread to leave restores the attribute.
+            if len(_runs) == 1:
+                setattr(_checkpoint, _NAME, _runs.pop(None))
 
 
 # -- calls of functions ----------------------------------------------------------------

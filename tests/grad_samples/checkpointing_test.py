@@ -5,6 +5,8 @@ The oracle is each sample alone by plain autograd, with torch's own checkpointin
 
 import functools
 import warnings
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,6 +19,7 @@ from torch.utils.checkpoint import (
 )
 
 from opacus_ext import clipped_grads, per_sample_grads
+from opacus_ext.private_torch import checkpoints_by
 from opacus_ext.refused import Refused
 from tests.common import clipped_sum, every_mode, make_private, norms_of, oracle
 from tests.long_test import peaks
@@ -314,6 +317,22 @@ def test_few_samples_at_once():
         torch.testing.assert_close(total, expected[name], rtol=0, atol=1e-8)
 
 
+def test_a_side_way():
+    """Where nothing with a gradient is returned, a tensor may leave unseen."""
+    kept = []
+
+    def loss(m, x, again):
+        again(lambda h: kept.append(m[1](h)), m[0](x))
+        return loss_of(kept.pop()) + loss_of(m[0](x))
+
+    model = Net(loss, functools.partial(checkpoint, use_reentrant=False))
+    expected = oracle(model, samples(), lambda model, x: model(x))
+    with pytest.warns(UserWarning, match="does not return"):
+        grads = per_sample_grads(model, dict(model.named_parameters()), samples()).grads
+    for name in grads:
+        torch.testing.assert_close(grads[name], expected[name], rtol=0, atol=1e-8)
+
+
 @pytest.mark.parametrize("kind", ["argument", "other tensors"])
 def test_refused(kind):
     """What can't be computed again as it was."""
@@ -338,8 +357,55 @@ def test_refused(kind):
         clipped_grads(model, dict(model.named_parameters()), samples(), 1.0)
 
 
+def test_other_data_in_the_second_pass():
+    """A part with state would get its norms from other data than its sum."""
+
+    def scaled(state, m, x):
+        return F.linear(x * state, m[1].weight)
+
+    def scaled_weight(state, m, x):
+        return F.linear(x, m[1].weight * state)
+
+    def of_other_ids(state, m, x):
+        return F.embedding(torch.arange(3) + state, m[1].weight)
+
+    def other_layer(state, m, x):
+        return m[state % 2](x)
+
+    def loss(m, x, again):
+        def function(x):
+            calls.append(0)
+            return part(len(calls), m, x)
+
+        return again(function, x).sum()
+
+    for part in (scaled, scaled_weight, of_other_ids, other_layer):
+        calls: list = []
+        model = Net(loss, functools.partial(checkpoint, use_reentrant=False))
+        private = make_private(model, "ghost", batch_size=4)
+        with pytest.raises(Refused, match="scan"):
+            private.step(samples(), lambda model, x: model(x))
+
+
+def test_threads():
+    """Each thread has its own; nothing stays when they end in another order."""
+    before = vars(checkpoint.__wrapped__).copy()
+    first, second = map(checkpoints_by, (lambda *args: 1, lambda *args: 2))
+    first.__enter__()
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(second.__enter__).result()
+        call = functools.partial(checkpoint, len, use_reentrant=False)
+        assert pool.submit(lambda: checkpoint(len)).result() == 2
+        assert checkpoint(len) == 1
+        first.__exit__(None, None, None)
+        assert pool.submit(lambda: checkpoint(len)).result() == 2
+        assert call([0]) == 1
+        pool.submit(second.__exit__, None, None, None).result()
+    assert vars(checkpoint.__wrapped__) == before
+
+
 def test_what_else_runs_one_by_one():
-    """Selective checkpointing, and modes that the part would run again without."""
+    """What the part would run without, or can't know when it runs."""
 
     class Mode(torch.overrides.TorchFunctionMode):
         def __torch_function__(self, function, types, args=(), kwargs=None):
@@ -356,8 +422,40 @@ def test_what_else_runs_one_by_one():
         with Mode():
             return loss_of(again(m[1], m[0](x)))
 
-    for loss, text in ((selective, "context_fn"), (in_a_mode, "under Mode")):
-        model = Net(loss, functools.partial(checkpoint, use_reentrant=False))
+    def changes(pair, of=0):
+        def loss(m, x, again):
+            h = m[0](x) * 1
+            outputs = again(pair, h)
+            outputs[of].mul_(2)
+            return loss_of(outputs[0]) + 3 * loss_of(outputs[1]) + loss_of(h)
+
+        return loss
+
+    def nested(function, arguments=lambda h: (h,)):
+        return lambda m, x, again: loss_of(
+            again(functools.partial(function, m[1]), *arguments(m[0](x)))[0]
+        ) + loss_of(m[0](x))
+
+    reentrant = functools.partial(checkpoint, use_reentrant=True)
+    other = functools.partial(checkpoint, use_reentrant=False)
+    for loss, text, again in (
+        (selective, "context_fn", other),
+        (in_a_mode, "under Mode", other),
+        (changes(lambda h: [h.tanh()] * 2), "is a view", other),
+        (changes(lambda h: (h.view(18), 3 * h)), "is a view", other),
+        # An object may hold tensors with a graph.
+        (
+            lambda m, x, again: loss_of(
+                again(lambda h: SimpleNamespace(y=m[1](h)), m[0](x)).y
+            ),
+            "returns SimpleNamespace",
+            other,
+        ),
+        # torch's reentrant kind gives tensors in lists no gradient.
+        (nested(lambda m, h: m(h[0]), lambda h: ([h],)), "no gradient", reentrant),
+        (nested(lambda m, h: [m(h)]), "nested", reentrant),
+    ):
+        model = Net(loss, again)
         expected = oracle(model, samples(), lambda model, x: model(x))
         with pytest.warns(UserWarning, match=text):
             params = dict(model.named_parameters())

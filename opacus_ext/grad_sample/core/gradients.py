@@ -123,6 +123,17 @@ class ParameterUse(NamedTuple):
                     "inplace=False.",
                 )
 
+    def about(self) -> Hashable:
+        """Returns what tells it from uses of other parameters or settings."""
+        # Functions that have no key are other objects where a part runs again.
+        settings = _kind(self, self.data[0])[0] if self.data else None
+        about: list[Any] = [settings if isinstance(settings, tuple) else None]
+        for value in self.values:
+            if value is not None:
+                start = value.tensor.storage_offset()
+                about.append((start, *map(id, value.leaves())))
+        return tuple(about)
+
     def of(self, backprops: T) -> list[tuple[ParameterValue, tuple[Factor, ...]]]:
         """Returns the factors of each value's per-sample gradients."""
         tensors = []
@@ -364,6 +375,8 @@ class Collector:
         for leaf, gradient in zip(leaves, value.pull(leaves, grads)):
             if gradient is not None:
                 rows = gradient.reshape(len(gradient), 1, -1)
+                if self.show is not None:
+                    self.show((id(value), id(leaf)), rows)
                 complete += self._add(leaf, (rows,), len(gradient))
         return complete
 

@@ -43,6 +43,7 @@ from opacus_ext.grad_sample.core.recompute import (
     drop,
     refuse_dropped,
     tied,
+    with_graph,
 )
 from opacus_ext.grad_sample.core.values import Key, as_bits
 from opacus_ext.grad_sample.core.vmap import (
@@ -67,6 +68,7 @@ from opacus_ext.private_torch import (
     pop_level,
     push_level,
     renewed,
+    tree_flatten,
 )
 from opacus_ext.refused import Refused
 
@@ -286,10 +288,14 @@ class SampleGroup(TorchFunctionMode):
             if context_fn is not noop_context_fn:
                 raise NotAtOnce(f"{NAME} with context_fn")
             segment = Segment(self, self._modes_within(), function, args, kwargs)
-            # torch's reentrant kind gives the parameters no gradient then.
-            if use_reentrant in (None, True) and not segment.has_inputs:
+            # torch's reentrant kind sees only tensors that are arguments themselves.
+            is_reentrant = use_reentrant in (None, True)
+            if is_reentrant and not with_graph(args):
                 raise NotAtOnce(f"{NAME} of inputs that need no gradient")
-            return segment.run(self)
+            output = segment.run(self)
+            if is_reentrant and _has_inner(output):
+                raise NotAtOnce(f"{NAME} of a function that returns nested tensors")
+            return output
         except Exception as error:
             if self.signal is None:
                 self.signal = error
@@ -627,6 +633,12 @@ def _any_batched(arguments: Iterable) -> bool:
         elif type(argument) in _LISTS and _any_batched(argument):
             return True
     return False
+
+
+def _has_inner(output: Any) -> bool:
+    """Returns True if it holds other tensors with a graph than those of a tuple."""
+    outer = output if isinstance(output, tuple) else (output,)
+    return len(with_graph(tree_flatten(output)[0])) > len(with_graph(outer))
 
 
 def changes_in_place(function: Callable) -> bool:

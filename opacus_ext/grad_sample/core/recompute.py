@@ -10,6 +10,7 @@ factors of one segment are in memory.
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, Callable, ContextManager, Hashable, Iterator, Protocol, Sequence
@@ -40,6 +41,8 @@ T = torch.Tensor
 
 #: What vmap can't run in some cases; see :class:`~rules.NotAtOnce`.
 NAME = "activation checkpointing"
+# What holds no tensors that are not seen.
+_LEAVES = T, int, float, complex, str, bytes, type(None), torch.dtype, torch.device
 
 
 class SamplesTogether(Protocol):
@@ -108,7 +111,7 @@ class Segment:
             function = function.func
         self._modes, self._function = modes, function
         self._leaves, self._structure = tree_flatten((args, kwargs))
-        self._places = _with_graph(self._leaves)
+        self._places = with_graph(self._leaves)
         # A group without uses, as one with them would keep this segment alive.
         self._group = group.another(group.size)
         self._level = group.level.number
@@ -121,11 +124,6 @@ class Segment:
                 self.anchor = torch.zeros((), requires_grad=True)
         self.touched: list[dict[int, T]] = []
         self.saved = self.factors = 0
-
-    @property
-    def has_inputs(self) -> bool:
-        """True if some arguments need a gradient."""
-        return bool(self._places)
 
     # -- forward -----------------------------------------------------------------------
 
@@ -143,7 +141,11 @@ class Segment:
         with group.apart(self.anchor):
             output = self._call(group.level, starts)
             leaves, structure = tree_flatten(output)
-            self._form = structure, _with_graph(leaves)
+            self._form = structure, with_graph(leaves)
+            for leaf in leaves:
+                if not isinstance(leaf, _LEAVES):
+                    kind = type(leaf).__name__
+                    raise NotAtOnce(f"{NAME} of a function that returns {kind}")
             with group.outside(), DisableTorchFunction():
                 if versions != self._versions() + [x._version for x in starts]:
                     raise NotAtOnce(f"{NAME} of a function that changes its inputs")
@@ -151,6 +153,8 @@ class Segment:
                 self._note(group, inputs, roots)
                 results = _detached(roots, inputs)
             del output, roots, starts
+        # What has left it unseen is told by the anchor, whatever it returns.
+        group.segments.append(self)
         if not results:
             return tree_unflatten(leaves, structure)
         with group.outside(), DisableTorchFunction():
@@ -160,7 +164,6 @@ class Segment:
             for place, result in zip(self._form[1], results):
                 leaves[place] = group.level.wrap(result)
         self._seen = self._versions()
-        group.segments.append(self)
         return tree_unflatten(leaves, structure)
 
     def _versions(self) -> list[int]:
@@ -189,9 +192,7 @@ class Segment:
                 f"{NAME} of a function that takes tensors with a gradient from "
                 "elsewhere than its arguments"
             )
-        self.touched = [parameters_of(group.uses, group.params)]
-        for segment in group.segments:
-            self.touched += segment.touched
+        self.touched = _touched_by(group)
         data = {id(x): x for use in group.uses for x in use.data}
         self.saved = sum(x.numel() for x in inputs)
         self.factors = sum(x.numel() for x in data.values())
@@ -214,10 +215,16 @@ class Segment:
         group, outputs = self._again(detached)
         numbers = itertools.count()
 
-        def show(_: Hashable, backprops: T) -> None:
+        def show(_: Hashable, rows: T, what: Hashable = None) -> None:
             if receiver.show is not None:
-                receiver.show((*receiver.key, next(numbers)), backprops)
+                receiver.show((*receiver.key, next(numbers), what), rows)
 
+        if receiver.show is not None:
+            # The data of another pass were computed by another run.
+            for use in group.uses:
+                what = use.about()
+                for rows in use.data:
+                    show(None, rows, what)
         samples, of_inputs = gradients_of_group(
             group,
             outputs,
@@ -244,15 +251,17 @@ class Segment:
                 except (NotAtOnce, BranchesDiffer) as error:
                     raise _refused(f"can't be computed again: {error}") from error
                 leaves, structure = tree_flatten(output)
-                if self._form != (structure, _with_graph(leaves)):
+                if self._form != (structure, with_graph(leaves)):
                     raise _refused("has returned other tensors when it ran again")
                 outputs = [level.unwrap(leaves[place]) for place in self._form[1]]
                 del output, leaves
+        if list(map(set, self.touched)) != list(map(set, _touched_by(group))):
+            raise _refused("has used other parameters when it ran again")
         group.free_copies()
         return group, outputs
 
 
-def _with_graph(leaves: Sequence[Any]) -> list[int]:
+def with_graph(leaves: Sequence[Any]) -> list[int]:
     """Returns the places of tensors of samples that need a gradient."""
     places = []
     for place, leaf in enumerate(leaves):
@@ -270,15 +279,25 @@ def refuse_dropped(nothing: None) -> T:
     raise NotAtOnce(OF_SEGMENT)
 
 
+def _touched_by(group: SamplesTogether) -> list[dict[int, T]]:
+    """Returns the parameters that get a gradient, here and in segments within."""
+    touched = [parameters_of(group.uses, group.params)]
+    for segment in group.segments:
+        touched += segment.touched
+    return touched
+
+
 def _detached(outputs: Sequence[T], inputs: Sequence[T]) -> list[T]:
-    """Detaches outputs; copies those in the memory of inputs, which is to stay."""
-    kept = {x.untyped_storage().data_ptr() for x in inputs}
+    """
+    Detaches outputs. Those in the memory of inputs, or of other outputs, become views,
+    as autograd refuses to change views that a function returns.
+    """
+    count = Counter(x.untyped_storage().data_ptr() for x in (*inputs, *outputs))
     detached = []
     for output in outputs:
+        is_shared = count[output.untyped_storage().data_ptr()] > 1
         output = output.detach()
-        if output.untyped_storage().data_ptr() in kept:
-            output = output.clone()
-        detached.append(output)
+        detached.append(output.view_as(output) if is_shared else output)
     return detached
 
 

@@ -37,6 +37,7 @@ T = torch.Tensor
 _SIGNS = 8
 # Longer rows are cut into parts of this width, which have the same signs.
 _WIDE = 2**14
+_GOLDEN = (5**0.5 - 1) / 2
 
 
 @torch.no_grad()
@@ -99,15 +100,28 @@ def add_in_two_passes(
         of_inputs = one_pass(add, second)
         # Norms of other gradients would not bound the sum.
         if first.differ_from(second):
-            raise Refused(
-                "Two backward passes through the model gave other gradients (a hook or "
-                "autograd function has state or draws random numbers), but mode "
-                '"ghost" computes norms in one and the sum in the other.',
-                remedy='Use grad_sample_mode="ghost_bk" or "hooks".',
-            )
+            raise _refused(bool(group.segments))
         total.reached |= bool(sums)
         total.put(clipped.join(list(map(sums.get, keys))))
         return of_inputs
+
+
+def _refused(has_segments: bool) -> Refused:
+    source = "a hook or autograd function"
+    remedy = 'Use grad_sample_mode="ghost_bk" or "hooks".'
+    if has_segments:
+        source += ", or a function under activation checkpointing,"
+        remedy = (
+            "Take random numbers from torch alone, leave torch.utils.checkpoint."
+            "checkpoint out for that function (gradient_checkpointing=False), or train "
+            'one sample after the other: grad_sample_mode="scan".'
+        )
+    return Refused(
+        f"Two backward passes through the model gave other gradients ({source} has "
+        "state or draws random numbers), but one is for the norms and the other for "
+        "the sum.",
+        remedy=remedy,
+    )
 
 
 def _one_pass(
@@ -172,8 +186,9 @@ def _signed(rows: T) -> T:
 
 class Prints:
     """
-    Prints of backprops, of which two passes have the same if their backprops are:
-    products of each sample's entries with random signs.
+    Prints of backprops, of which two passes have the same if their backprops are, and
+    of data that each of them computes anew: products of each sample's entries with
+    random signs.
     """
 
     def __init__(self) -> None:
@@ -184,6 +199,9 @@ class Prints:
     def add(self, key: Hashable, backprops: T) -> None:
         """Adds the print of some backprops ``[B, ...]``, under a key."""
         self._tolerances.append(1e-3 if backprops.dtype.itemsize >= 4 else 0.03)
+        if not backprops.is_floating_point() and not backprops.is_complex():
+            # Neighboring integers become unlike numbers.
+            backprops = (backprops * _GOLDEN).frac()
         if sums_wide(backprops):
             flat = backprops.reshape(len(backprops), -1)
         else:
