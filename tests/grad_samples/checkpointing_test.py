@@ -21,7 +21,15 @@ from torch.utils.checkpoint import (
 from opacus_ext import clipped_grads, per_sample_grads
 from opacus_ext.private_torch import checkpoints_by
 from opacus_ext.refused import Refused
-from tests.common import clipped_sum, every_mode, make_private, norms_of, oracle
+from tests.common import (
+    assert_same,
+    clipped_sum,
+    every_mode,
+    make_private,
+    norms_of,
+    oracle,
+    run_mode,
+)
 from tests.long_test import peaks
 
 D = torch.double
@@ -162,6 +170,10 @@ def warned(found):
     return [str(w.message) for w in found if "one sample after" in str(w.message)]
 
 
+def called(model, x):
+    return model(x)
+
+
 @pytest.mark.parametrize("reentrant", [False, True], ids=["not", "reentrant"])
 @pytest.mark.parametrize("name", CASES)
 def test_sums_and_gradients(name, reentrant):
@@ -178,6 +190,9 @@ def test_sums_and_gradients(name, reentrant):
     assert not together or not any("vmap" in line for line in warned(found))
     sums = clipped_sum(expected, "flat", BOUND)
     torch.testing.assert_close(result.norms, norms_of(expected), rtol=0, atol=1e-8)
+    if together:
+        ghost = run_mode("ghost", True, model, x, called, "flat", BOUND)
+        assert_same(ghost, sums)
     for p in params:
         torch.testing.assert_close(grads[p], expected[p], rtol=0, atol=1e-8)
         torch.testing.assert_close(result.sums[p], sums[p], rtol=0, atol=1e-8)
