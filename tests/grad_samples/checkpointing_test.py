@@ -4,6 +4,7 @@ The oracle is each sample alone by plain autograd, with torch's own checkpointin
 """
 
 import functools
+import threading
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
@@ -534,3 +535,33 @@ def test_memory(lora):
     # Further blocks cost about what they cost without privacy.
     further = private - most("ghost_bk", 2)
     assert further < 1.1 * (own - most(None, 2)) + 2**20
+
+
+@pytest.mark.parametrize("mode", ["hooks", "ghost", "ghost_bk"])
+def test_backward_in_another_thread(mode):
+    """As autograd runs it on a GPU: modes, levels and settings are a thread's own."""
+
+    def again(block, x):
+        way = functools.partial(checkpoint, use_reentrant=False)
+        return way(lambda h: way(block, h) + h, x)
+
+    batch = torch.randint(11, (4, 5)), torch.randint(11, (4,))
+    found = []
+    for threaded in (False, True):
+        model = Blocks(2, again)
+        private = make_private(model, mode, batch_size=4, max_grad_norm=BOUND)
+        with torch.autocast("cpu", torch.bfloat16):
+            losses = token_losses(private.module, batch)
+        loss = losses.mean()
+        if private.criterion is not None:
+            loss = private.criterion(losses, None)
+        backward = threading.Thread(target=loss.backward)
+        if threaded:
+            backward.start()
+            backward.join()
+        else:
+            backward.run()
+        private.optimizer.step()
+        found.append([p.detach() for p in model.parameters()])
+    assert all(map(torch.equal, *found))
+    assert not torch.equal(found[0][0], Blocks(2, again).table.weight)
