@@ -6,9 +6,7 @@ it does, where its own name does not.
 
 from __future__ import annotations
 
-from contextlib import contextmanager
-from threading import Lock, get_ident
-from typing import Any, Callable, Iterator, Sequence
+from typing import Any, Callable, Sequence
 
 import torch
 from torch._C import (  # noqa: F401
@@ -105,44 +103,28 @@ def gradients(
 
 # -- activation checkpointing ----------------------------------------------------------
 
-#: Returns the function modes that are active, the outermost first.
+#: Returns the function modes that are active in this thread, the outermost first.
 function_modes: Callable[[], list] = torch.overrides._get_current_function_mode_stack
 _checkpoint: Any = getattr(torch_checkpoint.checkpoint, "__wrapped__")
-#: The attribute that torch calls, if it is not None.
-_NAME = "__dynamo_disable"
-#: What each thread calls; of None what the attribute held before.
-_runs: dict[int | None, Any] = {}
-_lock = Lock()
+#: The attribute of torch's checkpoint with what it calls; None for a new one of torch.
+_CALLED = "__dynamo_disable"
 
 
 def _call(*args: Any, **kwargs: Any) -> Any:
-    return _runs.get(get_ident(), _checkpoint)(*args, **kwargs)
+    for mode in reversed(function_modes()):
+        if getattr(mode, "takes_checkpoints", False):
+            return mode.checkpoint(*args, **kwargs)
+    return _checkpoint(*args, **kwargs)
 
 
-@contextmanager
-def checkpoints_by(run: Callable[..., Any]) -> Iterator[None]:
+def take_checkpoints() -> Callable[[], None]:
     """
-    Calls ``run`` in place of ``torch.utils.checkpoint.checkpoint`` in this thread, for
-    a block. All who call it, by whatever name, call what this attribute holds.
+    Lets ``torch.utils.checkpoint.checkpoint``, by whatever name it was imported, call
+    the method ``checkpoint`` of a mode that is active and ``takes_checkpoints``, and do
+    what it did where there is none. Returns a function that undoes it.
     """
-    thread = get_ident()
-    before = _runs.get(thread)
-    with _lock:
-        if not _runs:
-            _runs[None] = getattr(_checkpoint, _NAME, None)
-        _runs[thread] = run
-        setattr(_checkpoint, _NAME, _call)
-    try:
-        yield
-    finally:
-        with _lock:
-            if before is None:
-                del _runs[thread]
-            else:
-                _runs[thread] = before
-            # Only the last thread to leave restores the attribute.
-            if len(_runs) == 1:
-                setattr(_checkpoint, _NAME, _runs.pop(None))
+    setattr(_checkpoint, _CALLED, torch._dynamo.disable(_call, wrapping=False))
+    return lambda: setattr(_checkpoint, _CALLED, None)
 
 
 # -- calls of functions ----------------------------------------------------------------

@@ -66,7 +66,7 @@ from opacus_ext.optimizers.optimizer import (
     HooksDPOptimizer,
     optimizer_class,
 )
-from opacus_ext.private_torch import is_batched
+from opacus_ext.private_torch import is_batched, take_checkpoints
 from opacus_ext.re_attention import transformers
 from opacus_ext.refused import Refused
 from opacus_ext.statement import privacy_statement
@@ -142,11 +142,12 @@ def register() -> None:
     for name in ("add_hooks", "iterate_submodules"):
         wrapped = getattr(watched, name)(getattr(GradSampleHooks, name))
         _replace(GradSampleHooks, name, wrapped)
+    _undo.append(take_checkpoints())
     extend_transformers()
 
 
 def unregister() -> None:
-    """Leaves Opacus and transformers as they were before. Idempotent."""
+    """Leaves Opacus, torch and transformers as they were before. Idempotent."""
     global _extended
     while _undo:
         _undo.pop()()

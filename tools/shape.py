@@ -37,16 +37,16 @@ class Limit(NamedTuple):
 LIMITS = {
     "opacus_ext/grad_sample": Limit(94000, 8.0, 10, 24, 3.9, 5.8, 138),
     "opacus_ext": Limit(212500, 8.1, 19, 31, 2.4, 5.4, 447),
-    "tests": Limit(306500, 10.5, 14, 40, 0.9, 4.4, 17),
+    "tests": Limit(306600, 10.5, 14, 40, 0.9, 4.4, 17),
 }
 #: Of parts that have no other limits.
 TOKENS = {"opacus_ext/planner": 26800, "opacus_ext/re_attention": 15710}
 #: Mechanisms of grad_sample. Where they are to end: as few as can be.
 GLOBALS, MODES, SUBCLASSES = 8, 5, 9
 #: A step of "ghost_bk". Where it is to end: 130 functions, 14 files, 150 changes.
-FUNCTIONS, FILES, CHANGES = 362, 33, 456
+FUNCTIONS, FILES, CHANGES = 360, 33, 449
 #: All private functions of torch stand here.
-PRIVATE, PRIVATE_LINES = "opacus_ext/private_torch.py", 153
+PRIVATE, PRIVATE_LINES = "opacus_ext/private_torch.py", 135
 #: Parts of the package from bottom to top. A module imports those of rows before its
 #: own, and of its own row. Parts of grad_sample import those before them.
 ROWS = (

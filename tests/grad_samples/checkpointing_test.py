@@ -19,8 +19,8 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+import opacus_ext
 from opacus_ext import clipped_grads, per_sample_grads
-from opacus_ext.private_torch import checkpoints_by
 from opacus_ext.refused import Refused
 from tests.common import (
     assert_same,
@@ -404,20 +404,33 @@ def test_other_data_in_the_second_pass():
 
 
 def test_threads():
-    """Each thread has its own; nothing stays when they end in another order."""
-    before = vars(checkpoint.__wrapped__).copy()
-    first, second = map(checkpoints_by, (lambda *args: 1, lambda *args: 2))
-    first.__enter__()
-    with ThreadPoolExecutor(1) as pool:
-        pool.submit(second.__enter__).result()
-        call = functools.partial(checkpoint, len, use_reentrant=False)
-        assert pool.submit(lambda: checkpoint(len)).result() == 2
-        assert checkpoint(len) == 1
-        first.__exit__(None, None, None)
-        assert pool.submit(lambda: checkpoint(len)).result() == 2
-        assert call([0]) == 1
-        pool.submit(second.__exit__, None, None, None).result()
-    assert vars(checkpoint.__wrapped__) == before
+    """Each has its own samples, and one without any calls torch's function."""
+
+    def train(seed):
+        model = Net(CASES["nested"][0], functools.partial(checkpoint, use_reentrant=0))
+        x = samples() + seed
+        expected = norms_of(oracle(model, x, called))
+        for _ in range(3):
+            found = clipped_grads(model, dict(model.named_parameters()), x, 1.0).norms
+            torch.testing.assert_close(found, expected, rtol=0, atol=1e-8)
+            assert checkpoint(len, [0], use_reentrant=False) == 1
+
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(train, range(3)))
+
+
+def test_unregistered():
+    """torch's function is as it was, and samples run one by one."""
+    model = Net(CASES["a layer"][0], functools.partial(checkpoint, use_reentrant=False))
+    expected = norms_of(oracle(model, samples(), called))
+    params = dict(model.named_parameters())
+    opacus_ext.unregister()
+    try:
+        with pytest.warns(UserWarning, match="activation checkpointing"):
+            found = clipped_grads(model, params, samples(), 1.0).norms
+    finally:
+        opacus_ext.register()
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-8)
 
 
 def test_what_else_runs_one_by_one():

@@ -61,7 +61,6 @@ from opacus_ext.private_torch import (
     HigherOrderOperator,
     OpOverload,
     OpOverloadPacket,
-    checkpoints_by,
     current_level,
     function_modes,
     is_batched,
@@ -95,6 +94,8 @@ class SampleGroup(TorchFunctionMode):
     frees_parameters = False
     # Compiled code, where this is False, can't leave the vmap level.
     eager = True
+    # True if calls of torch's checkpoint come to :meth:`checkpoint`.
+    takes_checkpoints = True
     is_batched = staticmethod(is_batched)
     tensor_key: Callable[..., Key] = staticmethod(id)
 
@@ -240,7 +241,7 @@ class SampleGroup(TorchFunctionMode):
         """
         self._random = random_state()
         try:
-            with self, self._checkpoints():
+            with self:
                 result = code()
             self._check_random()
         except Exception as error:
@@ -259,10 +260,6 @@ class SampleGroup(TorchFunctionMode):
             del signal
 
     # -- activation checkpointing ------------------------------------------------------
-
-    def _checkpoints(self) -> ContextManager:
-        """Takes calls of torch's checkpoint, for a block."""
-        return checkpoints_by(self.checkpoint) if self.eager else nullcontext()
 
     def checkpoint(
         self,

@@ -188,7 +188,7 @@ class TracedGroup(SampleGroup):
     of autograd, and Inductor does not add them.
     """
 
-    eager = False
+    eager = takes_checkpoints = False
 
     def __init__(self, params: Sequence[T], size: int, attaches: bool = False):
         self.tensor_key = key_function()
