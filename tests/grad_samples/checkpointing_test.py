@@ -8,6 +8,7 @@ import threading
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -21,6 +22,9 @@ from torch.utils.checkpoint import (
 
 import opacus_ext
 from opacus_ext import clipped_grads, per_sample_grads
+from opacus_ext.clipping import as_clipping_function
+from opacus_ext.grad_sample.core import clip
+from opacus_ext.grad_sample.core.group import SampleGroup
 from opacus_ext.refused import Refused
 from tests.common import (
     assert_same,
@@ -578,3 +582,26 @@ def test_backward_in_another_thread(mode):
         found.append([p.detach() for p in model.parameters()])
     assert all(map(torch.equal, *found))
     assert not torch.equal(found[0][0], Blocks(2, again).table.weight)
+
+
+def test_processes_that_share_out_experts_make_one_pass():
+    """They would decide apart, by the lengths of their own samples."""
+    model = Net(CASES["a layer"][0], functools.partial(checkpoint, use_reentrant=False))
+    params = dict(model.named_parameters())
+    norms = norms_of(oracle(model, samples(), called))
+    x, calls = samples()[:, None], []
+    for kind in (clip.GroupNorms, functools.partial(clip.GroupNorms)):
+        total = clip.ClippedSum(params, 4, as_clipping_function(BOUND))
+        total.norms_of = kind
+        group = SampleGroup(params.values(), 4)
+        with group.level:
+            loss = group.inner(group.watch(lambda: model(group.wrap(x))))
+        group.segments[0].saved = group.segments[0].factors = 0
+        with mock.patch.object(
+            clip, "add_in_two_passes", wraps=clip.add_in_two_passes
+        ) as two:
+            ones = torch.ones_like(loss)
+            total.add_group(None, group, [loss], [ones], [*params.values()])
+        calls.append(two.call_count)
+        torch.testing.assert_close(total.norms, norms)
+    assert calls == [1, 0]

@@ -499,7 +499,8 @@ class ClippedSum:
             self.add_nothing()
             return of_inputs
         # Processes that share out parameters need not come to one answer.
-        if self.passes == 2 or self.reduce is None and _keep_much(group):
+        is_alone = self.reduce is None and self.norms_of is GroupNorms
+        if self.passes == 2 or is_alone and _keep_much(group):
             return add_in_two_passes(self, rows, group, *backward)
         samples, of_inputs = gradients_of_group(group, *backward)
         self.add(rows, self.group_norms(group.size), samples)

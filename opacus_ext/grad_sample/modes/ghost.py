@@ -185,13 +185,12 @@ class ClippedLoss(torch.Tensor, stock.DPTensorFastGradientClipping):
             if value.dim():
                 return value
             per_sample = losses[0].loss_per_sample
-            if name in _SAME:
-                pass
-            elif _is_by_sample(name, losses, args):
-                per_sample = func(*map(of_samples, args), **kwargs)
-            # A sum over other samples is a loss, too, whose backward() is refused.
-            elif name not in _SUMS or not _are_alike(losses):
-                return value
+            if name not in _SAME:
+                if _is_by_sample(name, losses, args):
+                    per_sample = func(*map(of_samples, args), **kwargs)
+                # A sum over other samples is a loss, too, whose backward() is refused.
+                elif name not in _SUMS or not _are_alike(losses):
+                    return value
             divisor = 1.0
             if name in _QUOTIENTS and isinstance(args[-1], int) and args[-1] > 1:
                 divisor = args[-1]

@@ -9,8 +9,9 @@ import torch
 from torch import nn
 
 from opacus_ext.grad_sample.core.group import SampleGroup
+from opacus_ext.grad_sample.core.recompute import NAME
 from opacus_ext.grad_sample.parallel.group import ExpertGroup
-from opacus_ext.grad_sample.rules import as_op, handles
+from opacus_ext.grad_sample.rules import NotAtOnce, as_op, handles
 from opacus_ext.grad_sample.rules.experts import experts_interface
 
 T = torch.Tensor
@@ -130,6 +131,9 @@ def _by_sample(
     group: SampleGroup, function: Callable, inputs: T, index: Any, layer: Any
 ) -> T:
     """Runs the samples of a group, and notes uses by the rows that come here."""
+    # Rows would travel again in the backward pass.
+    if group.anchor is not None:
+        raise NotAtOnce(f"{NAME} of experts of other processes")
     tokens: Any = group.own(inputs)
     index = group.inner(index)
     processes = layer.sharding.group
