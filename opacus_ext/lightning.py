@@ -16,7 +16,6 @@ from typing import Any, Callable, Dict, List, Optional
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 
@@ -27,6 +26,7 @@ from opacus_ext.engine import INDEPENDENT
 from opacus_ext.grad_sample.modes.ghost import ClippedLoss
 from opacus_ext.private_training import Basis, PrivateTraining, Same
 from opacus_ext.refused import Refused
+from opacus_ext.supported import Run, kind_of, refuse
 
 try:
     from lightning.pytorch import Callback
@@ -121,14 +121,14 @@ class PrivacyCallback(Callback):
         repeat_noise: bool = False,
         **kwargs: Any,
     ):
-        if kwargs.get("noise", INDEPENDENT) != INDEPENDENT:
-            raise Refused(
-                "PrivacyCallback has no correlated noise, which is accounted for draws "
-                "of CyclicPoisson, from the parts of the data set in turn.",
-                parameter="noise",
-                remedy="Leave noise out, or write the training loop yourself, with "
-                "make_private.",
-            )
+        correlated = kwargs.get("noise", INDEPENDENT) != INDEPENDENT
+        self._run = Run(
+            "PrivacyCallback",
+            mode=grad_sample_mode,
+            clipping=kwargs.get("clipping", "flat"),
+            noise="banded" if correlated else INDEPENDENT,
+        )
+        refuse(self._run)
         self._training = PrivateTraining(
             accountant, target_delta, target_epsilon, noise_multiplier
         )
@@ -147,6 +147,11 @@ class PrivacyCallback(Callback):
         """Returns what has been spent, at ``target_delta`` or another delta."""
         return self._training.get_epsilon(delta)
 
+    def _refuse_model(self, pl_module: Any) -> None:
+        """Refuses a model that is not trained here."""
+        run = self._run._replace(model=kind_of(pl_module))
+        refuse(run, type(pl_module).__name__)
+
     # -- a run ---------------------------------------------------------------------
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
@@ -154,7 +159,7 @@ class PrivacyCallback(Callback):
         if stage != "fit":
             return
         _refuse_trainer(trainer)
-        _refuse_shards(pl_module)
+        self._refuse_model(pl_module)
         self._saved = {}
         self._training.process = trainer.global_rank, trainer.world_size
         self._several = trainer.world_size > 1
@@ -211,7 +216,7 @@ class PrivacyCallback(Callback):
 
     def _begin(self, trainer: Any, pl_module: Any) -> None:
         """Makes model, optimizer, criterion and loader private."""
-        _refuse_shards(pl_module)  # of configure_model
+        self._refuse_model(pl_module)  # as configure_model has left it
         if self._several:
             for x in (*pl_module.parameters(), *pl_module.buffers()):
                 dist.broadcast(x.detach(), 0)
@@ -549,16 +554,6 @@ def _loss(output: Any, criterion: Any, name: str) -> Any:
             remedy=f"Compute it as self.{name}(outputs, targets); {_OR_HOOKS}",
         )
     return loss
-
-
-def _refuse_shards(pl_module: Any) -> None:
-    for name, p in pl_module.named_parameters():
-        if isinstance(p, DTensor):
-            raise Refused(
-                f"Parameter {name} is shared out over processes (a DTensor).",
-                parameter=name,
-                remedy=f"Leave parallelize_module and fully_shard out. {_FULLY_SHARD}",
-            )
 
 
 def _refuse_trainer(trainer: Any) -> None:

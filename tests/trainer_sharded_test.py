@@ -191,8 +191,8 @@ CONFIGS = {
 REFUSED = {
     **{f"fsdp_config['{k}']": dict(config={k: v}) for k, v in CONFIGS.items()},
     "has no Gone": dict(config={"transformer_layer_cls_to_wrap": "Gone"}),
-    "mlp.c_fc.weight is a DTensor": dict(change=tensor_parallel),
-    "h.0.ln_1.weight is a DTensor": dict(change=layers_alone),
+    "Tensor parallelism is not supported": dict(change=tensor_parallel),
+    "Parts of the model are sharded": dict(change=layers_alone),
     "bf16=True, and the model is sharded": dict(change=by_user, bf16=True),
 }
 

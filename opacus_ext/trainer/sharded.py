@@ -69,22 +69,6 @@ def refuse_config(config: Dict[str, Any]) -> None:
             )
 
 
-def refuse_split(model: nn.Module) -> None:
-    """Refuses a model whose parameters are split within a computation."""
-    sharded = isinstance(model, FSDPModule)
-    for name, p in model.named_parameters():
-        kinds = p.placements if isinstance(p, DTensor) else ()
-        if kinds and not (sharded and sum(not k.is_replicate() for k in kinds) < 2):
-            raise Refused(
-                f"Parameter {name} is a DTensor of a model that is not just sharded "
-                "as a whole by fully_shard: computations are split (tensor parallel, "
-                "experts), or only some layers were sharded.",
-                parameter=name,
-                remedy="Load it whole and give TrainingArguments(fsdp=True), or call "
-                "fully_shard on the whole model, last.",
-            )
-
-
 # -- sharding --------------------------------------------------------------------------
 
 

@@ -37,6 +37,7 @@ from opacus_ext.monitor import Monitor
 from opacus_ext.private_torch import tree_flatten, tree_map, tree_unflatten
 from opacus_ext.private_training import Basis, PrivateTraining, Same
 from opacus_ext.refused import Refused
+from opacus_ext.supported import Run, kind_of, refuse
 from opacus_ext.trainer.arguments import PrivacyArguments
 from opacus_ext.trainer.checkpoint import forget_state, read_state, write_state
 from opacus_ext.trainer.refusals import (
@@ -48,7 +49,6 @@ from opacus_ext.trainer.refusals import (
 from opacus_ext.trainer.sharded import (
     adopt,
     loads_whole,
-    refuse_split,
     reshard,
     saves_whole,
     shard,
@@ -57,6 +57,13 @@ from opacus_ext.trainer.sharded import (
 
 # Trainers whose loss is the model's own; TRL is not imported.
 _STOCK = "transformers.trainer.Trainer", "trl.trainer.sft_trainer.SFTTrainer"
+
+
+def _refuse_model(model: nn.Module, privacy: PrivacyArguments) -> None:
+    """Refuses a model that is not trained with these arguments."""
+    mode, clipping = privacy.grad_sample_mode, privacy.clipping
+    run = Run("PrivateTrainer", kind_of(model), mode, clipping)
+    refuse(run, type(model).__name__)
 
 
 class _NoiseLog(TrainerCallback):
@@ -162,7 +169,7 @@ class PrivateTrainer(Trainer):
             if isinstance(given, TrainingArguments):
                 refuse_arguments(given)
             elif isinstance(given, nn.Module):
-                refuse_split(given)
+                _refuse_model(given, privacy)
         super().__init__(*args, **kwargs)
         refuse_arguments(self.args)
         refuse_data(self.train_dataset)
@@ -210,7 +217,7 @@ class PrivateTrainer(Trainer):
     def _shard(self) -> None:
         """Shards the model if ``fsdp`` says so, and prepares one that is sharded."""
         model = self.model
-        refuse_split(model)
+        _refuse_model(model, self.privacy)
         precision = self.accelerator.mixed_precision
         if self.args.fsdp and not self._is_sharded:
             refuse_environment(self)
