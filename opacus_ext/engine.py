@@ -23,6 +23,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader
 
+from opacus_ext import supported
 from opacus_ext.accountants import calibration
 from opacus_ext.accountants.budget import least_noise
 from opacus_ext.accountants.prv import PRVBoundsAccountant
@@ -69,6 +70,15 @@ def with_sampling(make_private: Callable) -> Callable:
         **kwargs: Any,
     ) -> Any:
         """Makes a model private, and keeps the settings for statements."""
+        if not has_own_criterion(self):
+            kind = "banded" if noise != INDEPENDENT else INDEPENDENT
+            run = supported.Run(
+                model=supported.kind_of(kwargs["module"]),
+                mode=kwargs.get("grad_sample_mode", "hooks"),
+                clipping=kwargs.get("clipping", "flat"),
+                noise="secure" if self.secure_mode else kind,
+            )
+            supported.refuse(run, type(kwargs["module"]).__name__)
         correlated, place = None, _place_of(kwargs["module"])
         if noise != INDEPENDENT:
             correlated = _correlated(self, noise, **kwargs)
