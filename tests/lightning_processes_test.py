@@ -192,7 +192,7 @@ def test_resumed_by_two_and_by_one(two, tmp_path):
 
 def test_what_is_refused(two):
     for name, words in (
-        ("split", "Lightning does not train models that fully_shard"),
+        ("split", "Tensor parallelism is not supported"),
         ("rates", "Learning rates or other settings"),
         ("sync_dist", "self.log, which waits"),
         ("metric", "sums the metric metric over processes, which waits"),

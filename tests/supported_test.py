@@ -15,12 +15,14 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, TensorDataset
+from transformers import TrainingArguments
 
 from opacus_ext import PrivacyEngine, Refused
 from opacus_ext.distributed import expert_parallel
 from opacus_ext.layers import TopKFeedForward
 from opacus_ext.optimizers import Banded
 from opacus_ext.supported import CHOICES, GAPS, every_run, find_gap, kind_of
+from opacus_ext.trainer import PrivacyArguments, PrivateTrainer
 
 ROOT = pathlib.Path(__file__).parent.parent
 ADAPTIVE = dict(
@@ -115,6 +117,34 @@ def test_every_run_of_make_private(model):
             train(run)
         assert gap.reason in str(info.value) and gap.remedy in str(info.value), run
         assert info.value.parameter == gap.parameter
+
+
+@pytest.mark.parametrize("model", CHOICES["model"])
+def test_every_run_of_private_trainer(model, tmp_path):
+    """With independent noise, for which alone it has arguments."""
+    quiet = dict(save_strategy="no", report_to=[])
+    for run in every_run(front_end="PrivateTrainer", model=model, noise="independent"):
+
+        def make():
+            privacy = PrivacyArguments(
+                target_delta=1e-3,
+                noise_multiplier=1.0,
+                grad_sample_mode=run.mode,
+                clipping=run.clipping,
+            )
+            args = TrainingArguments(os.fspath(tmp_path), **quiet)
+            data = [{"x": torch.full((3,), i)} for i in range(4)]
+            return PrivateTrainer(
+                model_of(model), args, train_dataset=data, privacy=privacy
+            )
+
+        gap = find_gap(run)
+        if gap is None:
+            make()
+            continue
+        with pytest.raises(Refused) as info:
+            make()
+        assert gap.reason in str(info.value) or run.clipping == "adaptive"
 
 
 def test_no_gap_is_hidden_by_others():

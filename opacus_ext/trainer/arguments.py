@@ -10,6 +10,7 @@ from opacus_ext.misuse import check_number
 from opacus_ext.private_training import check_budget
 from opacus_ext.refused import Refused
 from opacus_ext.registry import MODES
+from opacus_ext.supported import Run, refuse
 
 
 def _field(default: Any, text: str, **more: Any) -> Any:
@@ -72,6 +73,8 @@ class PrivacyArguments:
             self.per_sample_max_grad_norm = bound = bound[0]
         for each in bound if isinstance(bound, (list, tuple)) else [bound]:
             check_number("per_sample_max_grad_norm", each)
+        mode, clipping = self.grad_sample_mode, self.clipping
+        refuse(Run("PrivateTrainer", mode=mode, clipping=clipping))
         check_budget(self.target_delta, self.target_epsilon, self.noise_multiplier)
         for name, choices in (
             ("clipping", CLIPPINGS),
