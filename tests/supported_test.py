@@ -1,4 +1,4 @@
-"""The table of what is supported: each run of it is tried, and the page is made of it."""
+"""The table of what is supported: each run is tried, and the page is made of it."""
 
 import itertools
 import os
