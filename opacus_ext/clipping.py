@@ -118,11 +118,11 @@ def check_bound(
     that is broadcast to several makes the sensitivity larger than what is stated.
     """
     several = isinstance(bound, (list, tuple))
-    given: Any = bound if several else [bound]
+    bounds: Any = bound if several else [bound]
     fits = several == clipping.per_parameter
     if several and parameters is not None:
-        fits = fits and len(given) == parameters
-    for b in given:
+        fits = fits and len(bounds) == parameters
+    for b in bounds:
         number = isinstance(b, numbers.Real) and not isinstance(b, bool)
         fits = fits and number and 0 < b < math.inf
     if not fits:

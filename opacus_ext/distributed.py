@@ -85,8 +85,8 @@ def expert_parallel(
     processes = ExpertGroup(group)
     layers = _layers_of_experts(module, processes)
     wrapped = DPDDP(module)
-    for place, layer in enumerate(layers):
-        _shard(layer, place, processes)
+    for position, layer in enumerate(layers):
+        _shard(layer, position, processes)
     return wrapped
 
 
@@ -108,31 +108,31 @@ def _layers_of_experts(module: nn.Module, group: ExpertGroup) -> List[nn.Module]
             remedy="Call opacus_ext.distributed.expert_parallel once, and use what it "
             "returns.",
         )
-    found: List[nn.Module] = []
+    layers: List[nn.Module] = []
     owners: Counter = Counter()
     for layer in module.modules():
         owners.update(p for p in layer._parameters.values() if p is not None)
     for name, layer in module.named_modules():
         if is_experts(layer) or has_experts(layer):
             _check(f"{name} ({type(layer).__name__})", layer, group.size, owners)
-            found.append(layer)
-    if not found:
+            layers.append(layer)
+    if not layers:
         raise Refused(
             f"{type(module).__name__} has no experts that can be spread: stacked ones "
             "of opacus_ext.layers or transformers, or a ModuleDict as in Switch.",
             remedy="Use opacus.distributed."
             "DifferentiallyPrivateDistributedDataParallel for a model without.",
         )
-    return found
+    return layers
 
 
 def _check(name: str, layer: Any, size: int, owners: Counter) -> None:
-    own = expert_parameters(layer)
+    params = expert_parameters(layer)
     stacked = is_experts(layer)
-    count = len(own[0]) if stacked else len(layer)
+    count = len(params[0]) if stacked else len(layer)
     inside = (p for child in layer.children() for p in child.parameters())
     why = remedy = None
-    if any(owners[p] > 1 for p in own):
+    if any(owners[p] > 1 for p in params):
         why = (
             "a parameter of its experts is shared with another layer or expert, which "
             "may come to lie in another process"
@@ -141,7 +141,7 @@ def _check(name: str, layer: Any, size: int, owners: Counter) -> None:
     elif stacked and any(p.requires_grad for p in inside):
         why = "its experts share trainable layers, which can't be spread"
         remedy = "Freeze them with requires_grad_(False)."
-    elif stacked and any(not p.dim() or len(p) != count for p in own):
+    elif stacked and any(not p.dim() or len(p) != count for p in params):
         why = "it has parameters that are not stacked by expert"
         remedy = "Move them to another layer."
     elif count % size:
@@ -151,7 +151,7 @@ def _check(name: str, layer: Any, size: int, owners: Counter) -> None:
         raise Refused(f"{name}: {why}.", module=name, remedy=remedy)
 
 
-def _shard(layer: Any, place: int, group: ExpertGroup) -> None:
+def _shard(layer: Any, position: int, group: ExpertGroup) -> None:
     """Leaves a layer the experts of this process, in place."""
     stacked = is_experts(layer)
     count = len(expert_parameters(layer)[0]) if stacked else len(layer)
@@ -166,7 +166,7 @@ def _shard(layer: Any, place: int, group: ExpertGroup) -> None:
                 setattr(layer, key, nn.Parameter(part, requires_grad=p.requires_grad))
     for key in set(names) - set(names[mine]):
         del layer[key]
-    mark(layer, Sharding(group, place, count, names))
+    mark(layer, Sharding(group, position, count, names))
 
 
 def full_state_dict(module: nn.Module) -> Dict[str, torch.Tensor]:

@@ -137,9 +137,9 @@ def with_steps(accountant: Any, steps: History) -> Any:
     """Returns a copy of an accountant with more steps; itself if there are none."""
     if not steps:
         return accountant
-    found = copy.copy(accountant)
-    found.history = [*accountant.history, *steps]
-    return found
+    copied = copy.copy(accountant)
+    copied.history = [*accountant.history, *steps]
+    return copied
 
 
 _of_parameter = WeakIdKeyDictionary()  # the ledgers of engines that have trained it

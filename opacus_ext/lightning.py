@@ -273,14 +273,14 @@ class PrivacyCallback(Callback):
     def _basis(self, trainer: Any) -> Basis:
         """Returns what the run rests on."""
         names = "max_steps", "max_epochs", "limit_train_batches", "world_size"
-        found: Basis = {("trainer", name): getattr(trainer, name) for name in names}
+        basis: Basis = {("trainer", name): getattr(trainer, name) for name in names}
         for name, value in self._kwargs.items():
-            found["callback", name] = str(value)
-        found["callback", "sampling"] = repr(self.sampling)
+            basis["callback", name] = str(value)
+        basis["callback", "sampling"] = repr(self.sampling)
         loader: Any = self._loader
         data = loader.dataset.dataset
-        found["loader", "dataset"], found["loader", "records"] = Same(data), len(data)
-        return found
+        basis["loader", "dataset"], basis["loader", "records"] = Same(data), len(data)
+        return basis
 
     def _restore(self, path: Any) -> None:
         """Goes on from the state of a checkpoint."""
@@ -351,7 +351,7 @@ class PrivacyCallback(Callback):
         """Returns a ``training_step`` for a logical batch."""
         stock, automatic = pl_module.training_step, pl_module.automatic_optimization
         training, optimizer = self._training, self._training.optimizer
-        given = _described(pl_module, self.criterion)
+        described = _described(pl_module, self.criterion)
         # Attributes that training_step sees in place of those that validation sees.
         within = {} if criterion is None else {self.criterion: criterion}
         if self._several:
@@ -388,7 +388,10 @@ class PrivacyCallback(Callback):
                 )
             _refuse_trainer(pl_module.trainer)  # callbacks may have changed it since
             training.refuse_changes()
-            if criterion is not None and _described(pl_module, self.criterion) != given:
+            if (
+                criterion is not None
+                and _described(pl_module, self.criterion) != described
+            ):
                 raise Refused(
                     f"self.{self.criterion} was replaced, or its reduction changed, "
                     "after training began: the one that clips by record was made of "

@@ -303,11 +303,11 @@ def _loss_of_labels(
     **smoothing: float,
 ) -> T:
     """Computes a loss function of torch, whose mean is zero where no label counts."""
-    given: Any = dict(weight=weight, ignore_index=ignore_index, **smoothing)
+    options: Any = dict(weight=weight, ignore_index=ignore_index, **smoothing)
     if size_average is not None or reduce is not None:  # of earlier versions of torch
         old = size_average is not False, reduce is not False
         reduction = "none" if not old[1] else "mean" if old[0] else "sum"
     if reduction != "mean" or target.is_floating_point():
-        return func(input, target, reduction=reduction, **given)
-    total = func(input, target, reduction="sum", **given)
+        return func(input, target, reduction=reduction, **options)
+    total = func(input, target, reduction="sum", **options)
     return _mean(total, _count(target, ignore_index, weight).sum())

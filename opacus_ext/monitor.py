@@ -99,7 +99,9 @@ class Monitor:
 
     def close(self) -> None:
         """Leaves the optimizer as it was before. Idempotent."""
-        others = (each for each in self.optimizer.observers if each is not self)
+        others = (
+            observer for observer in self.optimizer.observers if observer is not self
+        )
         self.optimizer.observers = tuple(others)
 
     def _reset(self) -> None:
@@ -123,12 +125,12 @@ class Monitor:
         """
         optimizer = self.optimizer
         processes = getattr(optimizer, "_processes", None)
-        found = torch.cat([n.detach() for n in norms])
-        grid = found.new_tensor(THRESHOLDS, dtype=torch.float64)
-        bins = torch.bucketize(found.to(grid) / optimizer.max_grad_norm, grid)
+        all_norms = torch.cat([n.detach() for n in norms])
+        grid = all_norms.new_tensor(THRESHOLDS, dtype=torch.float64)
+        bins = torch.bucketize(all_norms.to(grid) / optimizer.max_grad_norm, grid)
         # bincount and one_hot would wait for the GPU.
-        each = torch.arange(len(grid) + 1, device=found.device)
-        counts = (bins[:, None] == each).sum(0).to(grid)
+        bin_numbers = torch.arange(len(grid) + 1, device=all_norms.device)
+        counts = (bins[:, None] == bin_numbers).sum(0).to(grid)
         counts /= getattr(optimizer, "copies", 1)  # they are added up again
         std = optimizer.noise_multiplier / math.sqrt(self.share)
         self._counts_variance += std**2
@@ -153,11 +155,11 @@ class Monitor:
             kinds.setdefault(mesh, []).append(wide)
         total = torch.zeros((), dtype=torch.float64, device=grads[0].device)
         for mesh, some in kinds.items():
-            found = norm_of_each(some) if mesh is None else torch._foreach_norm(some)
-            each: Any = torch.stack([n.to(total.device) for n in found])
+            parts = norm_of_each(some) if mesh is None else torch._foreach_norm(some)
+            norms_of_kind: Any = torch.stack([n.to(total.device) for n in parts])
             if mesh is not None:  # of shards
-                each = each.full_tensor()
-            total += each.double().square().sum()
+                norms_of_kind = norms_of_kind.full_tensor()
+            total += norms_of_kind.double().square().sum()
         self._squares = total + torch.as_tensor(self._squares).to(total)
         std = optimizer.gradient_noise_multiplier
         if optimizer.correlated is not None:
@@ -192,16 +194,16 @@ class Monitor:
             - "norm_q25", "norm_median", "norm_q75", "norm_q90": quantiles of the norms,
               interpolated within a bin, and never beyond C / 64 and 64 C
         """
-        found: Dict[str, float] = {}
+        numbers: Dict[str, float] = {}
         if self.delta is not None:
-            found["epsilon"] = self._epsilon(self.delta)
-        found["steps"] = self._steps
+            numbers["epsilon"] = self._epsilon(self.delta)
+        numbers["steps"] = self._steps
         if self._steps:
-            found["expected_batch_size"] = self._expected / self._steps
-            found["noise_to_signal"] = self._noise_to_signal()
-            found |= self._released(self._counts.cpu())
+            numbers["expected_batch_size"] = self._expected / self._steps
+            numbers["noise_to_signal"] = self._noise_to_signal()
+            numbers |= self._released(self._counts.cpu())
         self._reset()
-        return found
+        return numbers
 
     def _epsilon(self, delta: float) -> float:
         accountant = self.engine.accountant
@@ -226,11 +228,11 @@ class Monitor:
         total = self._expected + weight * (seen - self._expected)
         variance = self._counts_variance * below * (bins - below) / bins
         std = math.sqrt(variance) / total if total > 0 else math.inf
-        found = {"clipped_fraction_std": std, "batch_size": seen / self._steps}
+        numbers = {"clipped_fraction_std": std, "batch_size": seen / self._steps}
         if std > NOISY:
-            return found
+            return numbers
         shares = (counts - (seen - total) / bins).cumsum(0)[:-1] / total
-        found["clipped_fraction"] = min(max(1 - float(shares[below - 1]), 0.0), 1.0)
+        numbers["clipped_fraction"] = min(max(1 - float(shares[below - 1]), 0.0), 1.0)
         # Noise may make the shares below each threshold decrease: made monotone.
         up = shares.cummax(0).values
         down = -(-shares.flip(0)).cummax(0).values.flip(0)
@@ -243,8 +245,8 @@ class Monitor:
                 value = first * (last / first) ** ((q - low) / (high - low))
             else:
                 value = THRESHOLDS[0 if at == 0 else -1]
-            found[name] = value * self.optimizer.max_grad_norm
-        return found
+            numbers[name] = value * self.optimizer.max_grad_norm
+        return numbers
 
     # -- checkpoints ---------------------------------------------------------------
 
@@ -273,7 +275,7 @@ def _check_optimizer(optimizer: Any) -> None:
     elif any(group_of(p) for p in optimizer.params):
         reason = "Monitor can't observe experts that are sharded over processes."
         remedy = "Monitor a run without opacus_ext.distributed.expert_parallel."
-    elif any(isinstance(each, Monitor) for each in optimizer.observers):
+    elif any(isinstance(observer, Monitor) for observer in optimizer.observers):
         reason = "The optimizer has a monitor already."
         remedy = "Use that one, or close() it."
     elif optimizer.correlated is not None:

@@ -124,10 +124,10 @@ class PrivateTraining:
 
     def agreed(self, value: Any) -> Any:
         """Returns the value that process 0 has."""
-        given = [value]
+        values = [value]
         if dist.is_initialized():
-            dist.broadcast_object_list(given)
-        return given[0]
+            dist.broadcast_object_list(values)
+        return values[0]
 
     def get_epsilon(self, delta: Optional[float] = None) -> float:
         """Returns what has been spent, at ``target_delta`` or another delta."""
@@ -223,7 +223,7 @@ class PrivateTraining:
 
     def _own_basis(self) -> Basis:
         batches, draws, optimizer = self.batches, self.sampler, self.optimizer
-        found: Basis = {
+        basis: Basis = {
             ("engine", "accountant"): Same(self.engine.accountant),
             ("draws", "sampling"): repr(draws.sampling),
             ("draws", "records"): draws.num_samples,
@@ -234,8 +234,8 @@ class PrivateTraining:
             ("optimizer", "loss_reduction"): optimizer.loss_reduction,
         }
         if isinstance(optimizer, ClippingOptimizer):  # others adapt it by themselves
-            found["optimizer", "max_grad_norm"] = optimizer.every_bound
-        return found
+            basis["optimizer", "max_grad_norm"] = optimizer.every_bound
+        return basis
 
     def refuse_changes(self) -> None:
         """Refuses what the run rests on if it is not as it was when training began."""

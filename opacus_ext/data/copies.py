@@ -28,10 +28,10 @@ def refuse_copies(dataset: Any, parameter: str = "data_loader") -> None:
     ``dataset`` of the same length) or because two items are one object or memory.
     Copies of values are not looked for.
     """
-    found = find_copies(dataset)
-    if found is not None:
+    copies = find_copies(dataset)
+    if copies is not None:
         raise Refused(
-            f"Records {found.first} and {found.second} of the data set "
+            f"Records {copies.first} and {copies.second} of the data set "
             f"({type(dataset).__name__}) are one and the same: in one step it could "
             "count several times, which no epsilon covers.",
             parameter=parameter,
@@ -52,10 +52,10 @@ def find_copies(dataset: Any, owners: Any = None) -> Optional[Copies]:
     if not size:
         return None
     places = _Places()
-    found = _find(places.of(dataset, size), owners)
-    if found is None and places.has_users:
-        found = _find(_Places(by_user=True).of(dataset, size), owners)
-    return found
+    copies = _find(places.of(dataset, size), owners)
+    if copies is None and places.has_users:
+        copies = _find(_Places(by_user=True).of(dataset, size), owners)
+    return copies
 
 
 def _find(places: np.ndarray, owners: Any) -> Optional[Copies]:
@@ -109,10 +109,10 @@ class _Places:
         inner = _size(within)
         if within is not None and indices is not None and len(indices) == size:
             if inner:
-                whole = self.of(within, inner)
+                inside = self.of(within, inner)
             else:  # it has no length
-                whole = self._of_base(id(within), int(indices.max()) + 1)
-            return whole.take(indices, axis=0, mode="wrap")
+                inside = self._of_base(id(within), int(indices.max()) + 1)
+            return inside.take(indices, axis=0, mode="wrap")
         if inner == size:
             return self.of(within, size)
         if hasattr(dataset, "_data") or hasattr(dataset, "_indices"):
@@ -139,8 +139,8 @@ class _Places:
         if len(np.unique(places)) == size:
             return places
         # Python keeps many a number, string and constant once for all who have it.
-        own = np.fromiter(map(_is_of_one, dataset), bool, size)[:, None]
-        return np.where(own, places, self._of_base(id(dataset), size))
+        single = np.fromiter(map(_is_of_one, dataset), bool, size)[:, None]
+        return np.where(single, places, self._of_base(id(dataset), size))
 
     def _of_table(self, dataset: Any, size: int) -> np.ndarray:
         """Returns places of the rows of a ``datasets.Dataset``, by memory if known."""
@@ -159,7 +159,7 @@ class _Places:
 
 def _blocks(table: Any) -> List[Any]:
     """Returns the blocks of an Arrow table: where each is, its length and first row."""
-    found = []
+    blocks = []
     for batch in table.to_batches():
         columns = batch.columns
         first = columns[0].offset
@@ -169,8 +169,8 @@ def _blocks(table: Any) -> List[Any]:
         )
         if all(address is None for address, _ in key):
             raise ValueError("a table without memory")
-        found.append((key, batch.num_rows, first))
-    return found
+        blocks.append((key, batch.num_rows, first))
+    return blocks
 
 
 def _is_of_one(record: Any) -> bool:
@@ -180,16 +180,16 @@ def _is_of_one(record: Any) -> bool:
     return isinstance(record, (dict, list, torch.Tensor, np.ndarray))
 
 
-def _numbers(given: Any) -> Optional[np.ndarray]:
+def _numbers(values: Any) -> Optional[np.ndarray]:
     """Returns a list, tensor or table of whole numbers as an array, else None."""
     try:
-        given = given.column(0) if hasattr(given, "column") else given
-        given = given.to_numpy() if hasattr(given, "to_numpy") else given
-        found = np.asarray(given)
+        values = values.column(0) if hasattr(values, "column") else values
+        values = values.to_numpy() if hasattr(values, "to_numpy") else values
+        array = np.asarray(values)
     except (TypeError, ValueError, RuntimeError, LookupError):
         return None
-    whole = found.ndim == 1 and found.dtype.kind in "iu"
-    return found.astype(np.int64) if whole else None
+    integers = array.ndim == 1 and array.dtype.kind in "iu"
+    return array.astype(np.int64) if integers else None
 
 
 def _size(dataset: Any) -> Optional[int]:

@@ -88,9 +88,9 @@ class UserRecords(Dataset):
         self.records_per_step = records_per_step
         self._records: Dict[Hashable, List[int]] = {}  # numbers, by user
         ids = [_plain(user, i) for i, user in enumerate(ids)]
-        known: Dict[Hashable, Any] = {}
+        users_by_text: Dict[Hashable, Any] = {}
         for i, user in enumerate(ids):
-            first = known.setdefault(_text(user), user)
+            first = users_by_text.setdefault(_text(user), user)
             if first != user:
                 raise Refused(
                     f"Users {first!r} and {user!r} differ in nothing but their type.",
@@ -99,12 +99,12 @@ class UserRecords(Dataset):
                 )
             self._records.setdefault(user, []).append(i)
         self.users = list(self._records)
-        self.indices = [own[0] for own in self._records.values()]
-        found = find_copies(dataset, [self._records[user][0] for user in ids])
-        if found is not None:
-            first, second = (ids[i] for i in found)
+        self.indices = [numbers[0] for numbers in self._records.values()]
+        copies = find_copies(dataset, [self._records[user][0] for user in ids])
+        if copies is not None:
+            first, second = (ids[i] for i in copies)
             raise Refused(
-                f"Records {found.first} and {found.second} are one and the same, and "
+                f"Records {copies.first} and {copies.second} are one and the same, and "
                 f"belong to users {first!r} and {second!r}.",
                 parameter="users",
                 remedy="Give all copies of a record the same user, or each record "
@@ -116,13 +116,13 @@ class UserRecords(Dataset):
 
     def __getitem__(self, index: int) -> Any:
         """Draws records of user ``index``."""
-        own, count = self._records[self.users[index]], self.records_per_step
+        numbers, count = self._records[self.users[index]], self.records_per_step
         if count is None:
-            return [self._record(i) for i in own]
+            return [self._record(i) for i in numbers]
         if count == 1:
-            return self._record(own[int(torch.randint(len(own), ()))])
-        some = torch.randperm(len(own))[:count].tolist()
-        return [self._record(own[i]) for i in some]
+            return self._record(numbers[int(torch.randint(len(numbers), ()))])
+        some = torch.randperm(len(numbers))[:count].tolist()
+        return [self._record(numbers[i]) for i in some]
 
     def _record(self, i: int) -> Any:
         record = self.dataset[i]

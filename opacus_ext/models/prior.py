@@ -129,11 +129,13 @@ class TransitionPrior(nn.Module):
             times = torch.arange(ids.shape[1], device=ids.device)
             weights = (at[:, None, None] == times).to(weights.dtype) @ weights
         weights = weights * self._scale(ids)[:, None]  # [B, Q, T]
-        found = self._follow(weights, self.place[ids])
-        found = found * self._scale(self.items)  # [B, Q, M]
+        scores_of_items = self._follow(weights, self.place[ids])
+        scores_of_items = scores_of_items * self._scale(self.items)  # [B, Q, M]
         log_shares = self.shares.clamp(min=self.shares[1:].min()).log()
-        scores = (self.alpha * log_shares).expand(*found.shape[:2], len(log_shares))
-        scores = scores.index_add(2, self.items, found)
+        scores = (self.alpha * log_shares).expand(
+            *scores_of_items.shape[:2], len(log_shares)
+        )
+        scores = scores.index_add(2, self.items, scores_of_items)
         return scores if at is None else scores[:, 0]
 
     def score(self, ids: Tensor) -> Tensor:

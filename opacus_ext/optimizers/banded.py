@@ -143,7 +143,7 @@ def _fit(
         jacobian = residuals(rest.tobytes())[1]
         return 2 * (jacobian @ jacobian.T)
 
-    found = minimize(
+    solution = minimize(
         objective,
         start,
         jac=slope,
@@ -151,8 +151,8 @@ def _fit(
         method="trust-exact",
         options={"gtol": 1e-7, "initial_trust_radius": 0.1},
     )
-    c = np.concatenate([[1.0], found.x])
-    return tuple(map(float, c / np.sqrt(c @ c))), float(first * np.sqrt(found.fun))
+    c = np.concatenate([[1.0], solution.x])
+    return tuple(map(float, c / np.sqrt(c @ c))), float(first * np.sqrt(solution.fun))
 
 
 def _sums(steps: int, momentum: float) -> NDArray:

@@ -66,16 +66,16 @@ class _Distributed(Base):
         size = self.expected_batch_size
         settings = [self.noise_multiplier, -1 if size is None else size, weighted]
         numbers = zlib.crc32(repr([*map(_numbers, self.param_groups)]).encode())
-        given = [*settings, len(bounds), numbers, drawn, skips, failed]
+        numbers_here = [*settings, len(bounds), numbers, drawn, skips, failed]
         device = next((p.device for p in self.params), torch.device("cpu"))
-        x = torch.tensor(given, dtype=torch.float64, device=device)
-        found = self._processes.gather(x[None])
+        x = torch.tensor(numbers_here, dtype=torch.float64, device=device)
+        everywhere = self._processes.gather(x[None])
         if failed:
             return
-        for rank, stage in enumerate(found[:, -1].tolist()):
+        for rank, stage in enumerate(everywhere[:, -1].tolist()):
             if stage:
                 raise failed_elsewhere(rank, int(stage) - 1)
-        *same, as_set, as_drawn, as_skipped, _ = (found == x).all(0).tolist()
+        *same, as_set, as_drawn, as_skipped, _ = (everywhere == x).all(0).tolist()
         if not all(same):
             raise Refused(
                 "noise_multiplier, max_grad_norm or the expected batch size (the "
@@ -108,9 +108,9 @@ class _Distributed(Base):
 
     def pre_step(self, closure: Optional[Any] = None) -> Optional[float]:
         """See ``DPOptimizer``; a step is taken by all processes, or refused by all."""
-        given = (p for group in self.param_groups for p in group["params"])
+        params = (p for group in self.param_groups for p in group["params"])
         skips = self._check_skip_next_step(pop_next=False)
-        if not skips or any(map(self._is_sharded, given)):
+        if not skips or any(map(self._is_sharded, params)):
             error: Optional[Exception] = None
             try:
                 self._check_batches()
@@ -126,11 +126,11 @@ class _Distributed(Base):
 
     def step(self, closure: Optional[Any] = None) -> Optional[float]:
         """See ``DPOptimizer``; drops weights that FSDP2 gathered before the step."""
-        found = super().step(closure)
+        loss = super().step(closure)
         shards = getattr(getattr(self.mode, "private", None), "shards", None)
         if shards is not None:
             shards.processes.reshard()
-        return found
+        return loss
 
     def _draws_noise(self) -> bool:
         return self.rank == 0  # or the seed of all shares
@@ -182,9 +182,9 @@ class _Distributed(Base):
         """The largest norm of one sample's clipped gradient, over all processes."""
         if not self.clipping.per_parameter:
             return super().sensitivity
-        given: Any = self.clipping_bound
+        bounds_of_params: Any = self.clipping_bound
         bounds = []
-        for p, bound in zip(self.params, given):
+        for p, bound in zip(self.params, bounds_of_params):
             bounds += [bound] * (self.world_size if group_of(p) else 1)
         return self.clipping.at(bounds).sensitivity("add_or_remove_one")
 
@@ -197,8 +197,8 @@ class _Distributed(Base):
     @property
     def divisor(self) -> float:
         """The expected batch size of all processes if the loss is a mean, else 1."""
-        found = super().divisor  # the expected batch size is one process's
-        return found * self.world_size if self.loss_reduction == "mean" else found
+        divisor = super().divisor  # the expected batch size is one process's
+        return divisor * self.world_size if self.loss_reduction == "mean" else divisor
 
     def _sum_over_processes(self) -> None:
         totals = [p.summed_grad for p in self.params if not self._is_sharded(p)]
@@ -210,8 +210,8 @@ class _Distributed(Base):
 
 def _numbers(group: Dict[str, Any]) -> List[float]:
     """Returns the settings of a group of parameters that are numbers."""
-    given = tree_leaves([group[name] for name in sorted(group) if name != "params"])
-    plain = [x.tolist() if isinstance(x, torch.Tensor) else x for x in given]
+    settings = tree_leaves([group[name] for name in sorted(group) if name != "params"])
+    plain = [x.tolist() if isinstance(x, torch.Tensor) else x for x in settings]
     return [float(x) for x in plain if isinstance(x, (int, float))]
 
 

@@ -161,11 +161,11 @@ class DrawCounter:
         self._is_over = self.steps > self.taken
         self.steps += 1
         batch = self._last.get(self.taken)
-        own = {x.number for x in draws if x.counter is self}
+        numbers = {x.number for x in draws if x.counter is self}
         if batch is not None and not draws:
-            own = {batch.number}
-        self._used |= own
-        states = {x.state for x in self._last.values() if x.number in own} - {None}
+            numbers = {batch.number}
+        self._used |= numbers
+        states = {x.state for x in self._last.values() if x.number in numbers} - {None}
         self._states |= states
         others = (
             x for x in _counters if x._optimizer() not in (None, self._optimizer())

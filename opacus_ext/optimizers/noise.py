@@ -59,8 +59,8 @@ class NoisyOptimizer(Base):
     @property
     def gradient_noise_multiplier(self) -> float:
         """The standard deviation of the noise, over the sensitivity."""
-        given = float(self.noise_multiplier)
-        return getattr(self, "_adjusted_noise_multiplier", given)
+        multiplier = float(self.noise_multiplier)
+        return getattr(self, "_adjusted_noise_multiplier", multiplier)
 
     @property
     def sensitivity(self) -> float:
@@ -93,14 +93,14 @@ class NoisyOptimizer(Base):
         """
         if self.secure_mode:
             return {}
-        given = self.generator
+        users = self.generator
         return {
             "seed": self._noise_seed,
             "generators": {
                 str(device): generator.get_state()
                 for device, generator in self._noise_generators.items()
             },
-            "given": None if given is None else given.get_state(),
+            "given": None if users is None else users.get_state(),
         }
 
     def repeat_noise(self, state: Mapping[str, Any]) -> None:
@@ -234,24 +234,24 @@ class NoisyOptimizer(Base):
                 undivided.append(total)
                 small[total.device, total.dtype, generator].append((p, total))
             else:  # in place: gradients and one noise tensor, as without privacy
-                given = [p], total, total.shape, std / divisor, generator
-                noise = self._row(*given)
+                arguments = [p], total, total.shape, std / divisor, generator
+                noise = self._row(*arguments)
                 torch.add(noise, total, alpha=1 / divisor, out=total)
         for (_, _, generator), pairs in small.items():
             members, sums = zip(*pairs)
             sizes = [total.numel() for total in sums]
             noise = self._row(members, sums[0], (sum(sizes),), std, generator)
-            each = [x.view_as(y) for x, y in zip(noise.split(sizes), sums)]
-            torch._foreach_add_(sums, each)
+            rows = [x.view_as(y) for x, y in zip(noise.split(sizes), sums)]
+            torch._foreach_add_(sums, rows)
         divide(undivided, divisor)
         if self.correlated is not None:
             self.correlated.taken += 1
 
     def _places_of(self, params: Sequence[torch.nn.Parameter]) -> List[int]:
         """Returns the places of some parameters among those of all groups."""
-        given = (p for group in self.param_groups for p in group["params"])
-        places = {id(p): i for i, p in enumerate(given)}
-        return [places[id(p)] for p in params]
+        params_of_groups = (p for group in self.param_groups for p in group["params"])
+        positions = {id(p): i for i, p in enumerate(params_of_groups)}
+        return [positions[id(p)] for p in params]
 
     def _row(
         self,
@@ -285,7 +285,7 @@ class NoisyOptimizer(Base):
             Refused: if only one of the two runs has correlated noise
         """
         state = dict(state_dict)
-        noise, own = state.pop(_CORRELATED, None), state.pop(_NOISE, None)
+        noise, noise_of = state.pop(_CORRELATED, None), state.pop(_NOISE, None)
         if (noise is None) != (self.correlated is None):
             raise Refused(
                 "The checkpoint is of a run with "
@@ -295,7 +295,7 @@ class NoisyOptimizer(Base):
                 remedy="Pass make_private the noise that the run began with.",
             )
         super().load_state_dict(state)
-        if own != self._noise_of:
+        if noise_of != self._noise_of:
             self.mix_noise()
             if self.ledger is not None:
                 self.ledger.draw_afresh()

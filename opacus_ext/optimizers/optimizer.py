@@ -99,8 +99,8 @@ class ClippingOptimizer(NoisyOptimizer):
         function = self.clipping.at(max_grad_norm)
         check_parameters(function, len(trained))
         if self.clipping.per_parameter:
-            given: Any = function.bound
-            self.max_grad_norms = [float(bound) for bound in given]
+            bounds: Any = function.bound
+            self.max_grad_norms = [float(bound) for bound in bounds]
             self._bounds = dict(zip(trained, self.max_grad_norms))
             max_grad_norm = function.sensitivity("add_or_remove_one")
         super().__init__(
@@ -145,8 +145,8 @@ class ClippingOptimizer(NoisyOptimizer):
         """Returns the name of a parameter in the private model."""
         module = getattr(self.mode, "_module", None)
         named = () if module is None else module.named_parameters()
-        found = (name for name, own in named if own is p)
-        return next(found, f"a parameter of shape {[*p.shape]}")
+        names = (name for name, parameter in named if parameter is p)
+        return next(names, f"a parameter of shape {[*p.shape]}")
 
     @property
     def clipping_function(self) -> ClippingFunction:
@@ -350,23 +350,25 @@ class ClippingOptimizer(NoisyOptimizer):
         Raises:
             Refused: for a parameter that is not the private model's
         """
-        given = param_group["params"]
-        given = [given] if isinstance(given, torch.Tensor) else list(given)
-        own = set() if self.mode is None else set(self.mode._module.parameters())
-        for p in given:
+        params = param_group["params"]
+        params = [params] if isinstance(params, torch.Tensor) else list(params)
+        params_of_model = (
+            set() if self.mode is None else set(self.mode._module.parameters())
+        )
+        for p in params:
             tensor = p[1] if isinstance(p, tuple) else p
-            if tensor not in own or self._bounds is not None:
+            if tensor not in params_of_model or self._bounds is not None:
                 raise Refused(
                     f"add_param_group() with a parameter of shape {[*tensor.shape]}, "
                     + (
                         "that has no bound in max_grad_norm."
-                        if tensor in own
+                        if tensor in params_of_model
                         else "that is not the private model's."
                     ),
                     remedy="Give make_private a model and an optimizer that have it "
                     "from the beginning; requires_grad_(False) freezes it.",
                 )
-        self.original_optimizer.add_param_group({**param_group, "params": given})
+        self.original_optimizer.add_param_group({**param_group, "params": params})
 
     def drop_logical_batch(self) -> None:
         """Forgets a logical batch that was left in the middle."""
@@ -411,13 +413,13 @@ class ClippingOptimizer(NoisyOptimizer):
 
 def _in_turn(*hooks: Optional[Callable[[Any], None]]) -> Optional[Callable]:
     """Returns a function that calls those of the functions that are there."""
-    found = [hook for hook in hooks if hook is not None]
+    functions = [hook for hook in hooks if hook is not None]
 
     def every(optimizer: Any) -> None:
-        for hook in found:
+        for hook in functions:
             hook(optimizer)
 
-    return every if len(found) > 1 else next(iter(found), None)
+    return every if len(functions) > 1 else next(iter(functions), None)
 
 
 def _no_copy(optimizer: Any) -> Refused:
@@ -503,8 +505,8 @@ def _watch_every_step() -> None:
 def _refuse_others(optimizer: Optimizer, *args: Any) -> None:
     """Refuses the step of an optimizer on clipped sums that have no noise yet."""
     for private in _WITH_SUMS:
-        own = optimizer is private.original_optimizer  # see watch_steps
-        held = private._taken if private.ready and not own else {}
+        is_wrapped = optimizer is private.original_optimizer  # see watch_steps
+        held = private._taken if private.ready and not is_wrapped else {}
         if held and any(
             id(p) in held for g in optimizer.param_groups for p in g["params"]
         ):

@@ -81,12 +81,12 @@ def shard(model: nn.Module, args: Any, precision: str) -> None:
     layers = _layers(model, config)
     whole = model.state_dict() if args.process_index == 0 else {}
     dtype = torch.bfloat16 if precision == "bf16" else None
-    given: Any = dict(mesh=init_device_mesh(args.device.type, (args.world_size,)))
-    given["mp_policy"] = MixedPrecisionPolicy(param_dtype=dtype)
+    sharding: Any = dict(mesh=init_device_mesh(args.device.type, (args.world_size,)))
+    sharding["mp_policy"] = MixedPrecisionPolicy(param_dtype=dtype)
     reshards = config.get("reshard_after_forward", True)
     for layer in layers:
-        fully_shard(layer, reshard_after_forward=reshards, **given)
-    fully_shard(model, **given)
+        fully_shard(layer, reshard_after_forward=reshards, **sharding)
+    fully_shard(model, **sharding)
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     set_model_state_dict(model, whole, options=options)
     for x in model.buffers():  # state dicts leave some out
@@ -171,14 +171,14 @@ def whole(state: Any, keep: bool) -> Any:
     ``keep``. All processes must call it. A parameter that is in it twice (tied
     weights) is one tensor.
     """
-    found: Dict[int, Any] = {}
+    tensors: Dict[int, Any] = {}
 
     def of(x: torch.Tensor) -> Any:
-        if id(x) not in found:
+        if id(x) not in tensors:
             y = x.detach()
             y = y.full_tensor() if isinstance(y, DTensor) else y
-            found[id(x)] = y.cpu() if keep else None
-        return found[id(x)]
+            tensors[id(x)] = y.cpu() if keep else None
+        return tensors[id(x)]
 
     return tree_map_only(torch.Tensor, of, state)
 
@@ -195,10 +195,10 @@ def loads_whole(optimizer: torch.optim.Optimizer) -> Any:
         groups = state["param_groups"], optimizer.param_groups
         ids, params = ([x for g in some for x in g["params"]] for some in groups)
         of = dict(zip(ids, params))
-        own = {
+        shards = {
             i: {name: _shard_of(x, of[i]) for name, x in values.items()}
             for i, values in state["state"].items()
         }
-        return {**state, "state": own}
+        return {**state, "state": shards}
 
     return optimizer.register_load_state_dict_pre_hook(to_shards)

@@ -165,11 +165,11 @@ class PrivateTrainer(Trainer):
                 remedy="Add privacy=PrivacyArguments(target_epsilon=8, "
                 "target_delta=1e-5), or what you need.",
             )
-        for given in (*args, *kwargs.values()):
-            if isinstance(given, TrainingArguments):
-                refuse_arguments(given)
-            elif isinstance(given, nn.Module):
-                _refuse_model(given, privacy)
+        for argument in (*args, *kwargs.values()):
+            if isinstance(argument, TrainingArguments):
+                refuse_arguments(argument)
+            elif isinstance(argument, nn.Module):
+                _refuse_model(argument, privacy)
         super().__init__(*args, **kwargs)
         refuse_arguments(self.args)
         refuse_data(self.train_dataset)
@@ -287,9 +287,9 @@ class PrivateTrainer(Trainer):
             self.args.per_device_train_batch_size,
             self.args.gradient_accumulation_steps,
         )
-        given = stock.dataset, batches, stock.collate_fn, stock
+        arguments = stock.dataset, batches, stock.collate_fn, stock
         example = self._is_sharded or bool(self.args.fsdp)  # it will be
-        return logical_loader(*given, example=example)
+        return logical_loader(*arguments, example=example)
 
     def get_batch_samples(
         self, epoch_iterator: Iterator, num_batches: int, device: torch.device
@@ -345,17 +345,17 @@ class PrivateTrainer(Trainer):
         args, data = self.args, self.train_dataset
         names = "per_device_train_batch_size gradient_accumulation_steps world_size"
         names += " max_steps seed"
-        found: Basis = {("args", name): getattr(args, name) for name in names.split()}
+        basis: Basis = {("args", name): getattr(args, name) for name in names.split()}
         privacy = asdict(self.privacy)
         del privacy["log_loss"]
-        found.update({("privacy", name): value for name, value in privacy.items()})
+        basis.update({("privacy", name): value for name, value in privacy.items()})
         optimizer = getattr(self.optimizer, "optimizer", self.optimizer)  # Accelerate's
-        found["trainer", "optimizer"] = Same(optimizer)
-        found["trainer", "args"] = Same(args)
-        found["trainer", "train_dataset"] = Same(data)
-        found["train_dataset", "len"] = len(data)
-        found["state", "max_steps"] = self.state.max_steps
-        return found
+        basis["trainer", "optimizer"] = Same(optimizer)
+        basis["trainer", "args"] = Same(args)
+        basis["trainer", "train_dataset"] = Same(data)
+        basis["train_dataset", "len"] = len(data)
+        basis["state", "max_steps"] = self.state.max_steps
+        return basis
 
     def training_step(
         self,
