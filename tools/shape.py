@@ -53,7 +53,7 @@ ROWS = (
     "private_torch refused progress tables",
     "secure clipping ledger",
     "grad_sample accountants",
-    "take peft distributed optimizers data",
+    "take peft distributed optimizers data supported",
     "re_attention",
     "layers",
     "losses releases models",
