@@ -6,7 +6,7 @@ import copy
 import os
 import warnings
 from pickle import UnpicklingError
-from typing import Any, Callable, Dict, Optional
+from typing import Any, Dict, Optional
 
 import opacus
 import torch
@@ -210,10 +210,3 @@ def _count_both(accountant: Any, spent: Dict[str, Any]) -> None:
     trial = copy.copy(accountant)
     trial.load_state_dict(copy.deepcopy(spent))
     accountant.history = [*accountant.history, *trial.history]
-
-
-#: Methods of ``PrivacyEngine`` and what replaces them.
-METHODS: Dict[str, Callable] = {
-    "save_checkpoint": save_checkpoint,
-    "load_checkpoint": load_checkpoint,
-}

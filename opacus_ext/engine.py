@@ -1,507 +1,54 @@
 """
-The methods of ``PrivacyEngine`` that this package extends by ways to draw batches,
-correlated noise and secure mode. ``registry.py`` puts them in the place of Opacus's.
+``PrivacyEngine``: Opacus's, with other ways to draw batches, correlated noise, secure
+mode, and the modes of this package.
+
+It overrides methods by inheritance. ``registry.py`` lets Opacus's own engine call them.
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
 import math
 import warnings
-from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple, Union
+from contextlib import contextmanager
+from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tuple, Union
 
 import opacus
-import opacus.grad_sample
-import opacus.optimizers
 import torch
 import torch.distributed as dist
 from opacus.accountants.accountant import IAccountant
 from opacus.distributed import DifferentiallyPrivateDistributedDataParallel as DPDDP
+from opacus.grad_sample import AbstractGradSampleModule
+from opacus.grad_sample.gsm_base import OPACUS_PARAM_MONKEYPATCH_ATTRS
+from opacus.optimizers import DPOptimizer
+from opacus.utils.adaptive_clipping import DPLossFastGradientAdaptiveClipping
 from opacus.utils.uniform_sampler import UniformWithReplacementSampler
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader
 
-from opacus_ext import supported
+from opacus_ext import checkpoints, misuse, peft
 from opacus_ext.accountants import calibration
 from opacus_ext.accountants.budget import least_noise
 from opacus_ext.accountants.prv import PRVBoundsAccountant
 from opacus_ext.accountants.whole import count_whole, record_whole
-from opacus_ext.data.draws import count_records
+from opacus_ext.data.draws import Draws, count_records
 from opacus_ext.data.sampling import CyclicPoisson, Poisson, Sampling
-from opacus_ext.ledger import ledger_of, note_trained
-from opacus_ext.misuse import check_delta, check_loader, check_number, checked_epsilon
+from opacus_ext.grad_sample.modes import common
+from opacus_ext.grad_sample.modes.adaptive import AdaptiveCriterion
+from opacus_ext.grad_sample.modes.ghost import ClippedCriterion
+from opacus_ext.ledger import ledger_of, note_trained, with_steps
+from opacus_ext.modes import find_mode, find_optimizer, refuse_unfit
 from opacus_ext.optimizers.banded import Banded, BandedNoise, choose_bands
+from opacus_ext.optimizers.loop import watch_loader, watch_steps
 from opacus_ext.refused import Refused
 from opacus_ext.runs import add_run, runs_of
 from opacus_ext.secure import SecureSource
+from opacus_ext.statement import privacy_statement
 
 INDEPENDENT = "independent"  # noise of each step
-
-
-def with_secure_source(init: Callable) -> Callable:
-    """``PrivacyEngine.__init__``, whose secure mode needs no torchcsprng."""
-
-    @functools.wraps(init)
-    def make(
-        self: opacus.PrivacyEngine, *, secure_mode: bool = False, **kwargs: Any
-    ) -> None:
-        """``PrivacyEngine.__init__``, with this package's source of random numbers."""
-        with warnings.catch_warnings():
-            if secure_mode:  # Opacus would warn that it is off
-                warnings.filterwarnings("ignore", message="Secure RNG turned off")
-            init(self, secure_mode=False, **kwargs)
-        if secure_mode:
-            self.secure_mode, self.secure_rng = True, SecureSource()
-
-    return make
-
-
-def with_sampling(make_private: Callable) -> Callable:
-    """``PrivacyEngine.make_private`` with the arguments ``sampling`` and ``noise``."""
-
-    @functools.wraps(make_private)
-    def make(
-        self: opacus.PrivacyEngine,
-        *,
-        sampling: Optional[Sampling] = None,
-        noise: Union[str, Banded] = INDEPENDENT,
-        **kwargs: Any,
-    ) -> Any:
-        """Makes a model private, and keeps the settings for statements."""
-        if not has_own_criterion(self):
-            kind = "banded" if noise != INDEPENDENT else INDEPENDENT
-            run = supported.Run(
-                model=supported.kind_of(kwargs["module"]),
-                mode=kwargs.get("grad_sample_mode", "hooks"),
-                clipping=kwargs.get("clipping", "flat"),
-                noise="secure" if self.secure_mode else kind,
-            )
-            supported.refuse(run, type(kwargs["module"]).__name__)
-        correlated, place = None, _place_of(kwargs["module"])
-        if noise != INDEPENDENT:
-            correlated = _correlated(self, noise, **kwargs)
-            sampling = _cyclic(sampling, correlated.bands, kwargs["data_loader"])
-        if self.secure_mode:
-            _refuse_insecure(self, noise, **kwargs)
-            sampling = sampling or _stock_sampling(kwargs["data_loader"])
-        elif sampling is None:
-            _check_drawn(**kwargs)
-            # Opacus's own loader leaves empty batches out, so that processes get out of
-            # step, and draws equal masks where they are seeded alike.
-            if place is not None and kwargs.get("poisson_sampling", True):
-                sampling = Poisson(sample_rate=1 / len(kwargs["data_loader"]))
-        own = make_private
-        if place is not None:
-            own = functools.partial(_of_several_processes, make_private)
-        if sampling is None:
-            made = own(self, **kwargs)
-            count_whole(made[1], self.accountant)
-        else:
-            made = _with_drawn_batches(self, own, sampling, place, **kwargs)
-        if correlated is not None:
-            made[1].correlated = correlated
-            made[-1].batch_sampler.taken = lambda: correlated.taken
-        bands = 1 if correlated is None else correlated.bands
-        made[1].run = add_run(self, sampling, made, bands, **kwargs)
-        groups = made[1].param_groups
-        note_trained(self, (p for group in groups for p in group["params"]))
-        if hasattr(made[1], "spent"):  # not one of Opacus's own
-            _count_steps(self, made[1])
-        ledger_of(self).made(self.accountant, made[1], made[-1].batch_sampler)
-        return made
-
-    return make
-
-
-# -- steps -----------------------------------------------------------------------------
-
-_COUNTED = "It is counted as one at rate {rate:g}, so that epsilon grows faster."
-_NOT_COUNTED = (
-    'The accountant "gdp" knows one rate, and can\'t count that: its epsilon is too '
-    "small."
-)
-
-
-def _count_steps(engine: opacus.PrivacyEngine, optimizer: Any) -> None:
-    """Counts the steps of an optimizer by the draws that they spend, in the ledger."""
-    hook, accountant, ledger = optimizer.step_hook, engine.accountant, ledger_of(engine)
-
-    def count(dp_optimizer: Any) -> None:
-        spent, before = dp_optimizer.spent, accountant.history[-1:]
-        if spent is None or spent.rate is None:
-            pass
-        elif accountant.mechanism() == "gdp":
-            dp_optimizer.spent = spent._replace(reason=f"{spent.reason} {_NOT_COUNTED}")
-        else:
-            told = f"{spent.reason} {_COUNTED.format(rate=spent.rate)}"
-            dp_optimizer.spent = spent._replace(reason=told)
-            record_whole(accountant, lambda: add(dp_optimizer, spent))
-            return
-        hook(dp_optimizer)
-        if accountant.history[-1:] != before:
-            ledger.add(*accountant.history[-1][:2])
-
-    def add(dp_optimizer: Any, spent: Any) -> None:
-        noise = float(dp_optimizer.noise_multiplier)
-        rate = min(1.0, spent.rate * dp_optimizer.accumulated_iterations)
-        for _ in range(spent.steps):
-            accountant.step(noise_multiplier=noise, sample_rate=rate)
-            ledger.add(noise, rate)
-
-    optimizer.count, optimizer.ledger, optimizer.step_hook = count, ledger, None
-
-
-# -- correlated noise and secure mode --------------------------------------------------
-
-
-def _correlated(
-    engine: opacus.PrivacyEngine, noise: Union[str, Banded], **kwargs: Any
-) -> BandedNoise:
-    """Makes the noise that the optimizer is to add."""
-    if not isinstance(noise, Banded):
-        raise Refused(
-            f"noise={noise!r} is neither {INDEPENDENT!r} nor a Banded.",
-            parameter="noise",
-            remedy="Give opacus_ext.optimizers.Banded(bands, steps), or leave it to "
-            'make_private_with_epsilon(noise="banded") to choose one.',
-        )
-    if isinstance(kwargs["module"], FSDPModule):
-        raise Refused(
-            "Correlated noise is not drawn for models sharded by fully_shard.",
-            parameter="noise",
-            remedy="Leave noise out.",
-        )
-    _refuse_noise_of_opacus(engine, "noise", **kwargs)
-    return BandedNoise(noise)
-
-
-def _refuse_noise_of_opacus(
-    engine: opacus.PrivacyEngine,
-    parameter: str,
-    clipping: Any = "flat",
-    grad_sample_mode: str = "hooks",
-    **kwargs: Any,
-) -> None:
-    """Refuses an optimizer that is not one of this package's."""
-    opacus.grad_sample.get_gsm_class(grad_sample_mode)  # refuses unknown modes
-    made = opacus.optimizers.get_optimizer_class(clipping, False, grad_sample_mode)
-    if has_own_criterion(engine) or not hasattr(made, "correlated"):
-        raise Refused(
-            f"grad_sample_mode={grad_sample_mode!r} of {type(engine).__name__} with "
-            f"clipping={clipping!r} draws its noise in Opacus, where it is independent "
-            "and not secure.",
-            parameter=parameter,
-            remedy='Take grad_sample_mode="auto" or "hooks" of opacus.PrivacyEngine, '
-            'and another clipping than "adaptive".',
-        )
-
-
-def _refuse_insecure(
-    engine: opacus.PrivacyEngine,
-    noise: Union[str, Banded],
-    *,
-    module: nn.Module,
-    data_loader: DataLoader,
-    poisson_sampling: bool = True,
-    **kwargs: Any,
-) -> None:
-    """Refuses what would draw noise or batches from another source in secure mode."""
-    if _place_of(module) is not None:
-        what = f"{type(module).__name__} of several processes"
-    elif noise != INDEPENDENT:
-        what = "Correlated noise"
-    elif not poisson_sampling:
-        what = "poisson_sampling=False, which leaves the loader as it is,"
-    else:
-        _refuse_noise_of_opacus(engine, "secure_mode", **kwargs)
-        return check_loader(engine, data_loader, poisson_sampling)
-    raise Refused(
-        f"{what} has no secure mode.",
-        parameter="secure_mode",
-        remedy="Leave it out, or train without secure mode.",
-    )
-
-
-def has_own_criterion(engine: opacus.PrivacyEngine) -> bool:
-    """Whether it is a subclass with a criterion of its own (adaptive clipping)."""
-    own = type(engine)._prepare_criterion
-    return own is not opacus.PrivacyEngine._prepare_criterion
-
-
-# -- batches ---------------------------------------------------------------------------
-
-
-def _cyclic(
-    sampling: Optional[Sampling], bands: int, loader: DataLoader
-) -> CyclicPoisson:
-    """The sampling that correlated noise needs, of the same expected batch size."""
-    if sampling is None:
-        return CyclicPoisson(bands=bands, sample_rate=1 / len(loader))
-    if type(sampling) is Poisson:
-        return CyclicPoisson(bands=bands, **vars(sampling))
-    if not isinstance(sampling, CyclicPoisson) or sampling.bands != bands:
-        raise Refused(
-            f"Noise of {bands} bands needs CyclicPoisson of as many parts, not "
-            f"{sampling}.",
-            parameter="sampling",
-            remedy="Leave sampling out.",
-        )
-    return sampling
-
-
-def _stock_sampling(loader: DataLoader) -> Poisson:
-    """Opacus's own sampling, by a loader that draws from any generator."""
-    sampling = Poisson(sample_rate=1 / len(loader))
-    if getattr(loader.batch_sampler, "sampling", None) != sampling:
-        _check_drawn(data_loader=loader)
-    return sampling
-
-
-def _check_drawn(
-    *, data_loader: Any, poisson_sampling: bool = True, **kwargs: Any
-) -> None:
-    """Refuses a loader that draws by chance in another way than is accounted for."""
-    sampler = getattr(data_loader, "batch_sampler", None)
-    if not isinstance(sampler, UniformWithReplacementSampler):
-        return
-    sampling, rate = getattr(sampler, "sampling", None), sampler.sample_rate
-    steps = len(sampler)
-    if sampling is not None:
-        raise Refused(
-            f"The loader draws by {sampling}, and would be accounted for as Poisson "
-            f"sampling with probability 1/{steps}.",
-            parameter="sampling",
-            remedy="Give make_private the same sampling=... as before.",
-        )
-    if not poisson_sampling and rate * steps > 1 + 1e-6:
-        raise Refused(
-            f"The loader draws with probability {rate:g} in each of {steps} steps, and "
-            f"poisson_sampling=False would have it accounted for as 1/{steps}.",
-            parameter="sampling",
-            remedy="Leave poisson_sampling out, and give "
-            f"sampling=opacus_ext.data.Poisson(sample_rate={rate:g}, steps={steps}).",
-        )
-
-
-def _with_drawn_batches(
-    engine: opacus.PrivacyEngine,
-    make_private: Callable,
-    sampling: Sampling,
-    place: Optional[Tuple[int, int]],
-    *,
-    data_loader: DataLoader,
-    poisson_sampling: bool = True,
-    batch_first: bool = True,
-    rand_on_empty: bool = False,
-    **kwargs: Any,
-) -> Any:
-    """``make_private`` with a loader that draws by ``sampling``."""
-    module = kwargs["module"]
-    _check_sampling(sampling, module, poisson_sampling)
-    records = count_records(data_loader.dataset)
-    sampling.check(records)
-    loader, sampler = data_loader, getattr(data_loader, "batch_sampler", None)
-    if place is not None or getattr(sampler, "sampling", None) != sampling:
-        loader = sampling.loader(
-            data_loader,
-            batch_first=batch_first,
-            rand_on_empty=rand_on_empty,
-            place=place,
-        )
-
-    def prepare(stock: DataLoader, **options: Any) -> DataLoader:
-        """Opacus's method, for the loader that draws."""
-        options["poisson_sampling"] = False  # the loader does it already
-        return type(engine)._prepare_data_loader(engine, loader, **options)
-
-    engine._prepare_data_loader = prepare
-    try:
-        made = make_private(
-            engine, data_loader=data_loader, batch_first=batch_first, **kwargs
-        )
-    finally:
-        del engine._prepare_data_loader
-    optimizer, loader = made[1], made[-1]
-    if engine.secure_mode:  # worker processes are seeded by a torch.Generator
-        loader.generator = data_loader.generator
-    optimizer.expected_batch_size = sampling.divisor(records)
-    if place is not None:  # of one process
-        optimizer.expected_batch_size /= place[1]
-    # In the place of the hook for Poisson sampling.
-    optimizer.step_hook = sampling.hook(engine.accountant, records)
-    return made
-
-
-def _place_of(module: nn.Module) -> Optional[Tuple[int, int]]:
-    """
-    Returns the number of this process and how many there are; None for a model of one
-    process.
-    """
-    if not isinstance(module, (FSDPModule, DDP, DPDDP)):
-        return None
-    return dist.get_rank(), dist.get_world_size()
-
-
-def _of_several_processes(
-    make_private: Callable, engine: opacus.PrivacyEngine, **kwargs: Any
-) -> Any:
-    """``make_private`` of a model of several processes."""
-
-    def prepare(**options: Any) -> Any:
-        """Opacus's method, which does not know torch's own wrappers."""
-        options["distributed"] = True
-        return type(engine)._prepare_optimizer(engine, **options)
-
-    engine._prepare_optimizer = prepare
-    try:
-        return make_private(engine, **kwargs)
-    finally:
-        del engine._prepare_optimizer
-
-
-def _check_sampling(sampling: Any, module: nn.Module, poisson_sampling: bool) -> None:
-    """Refuses what does not draw the batches of this model."""
-    if not isinstance(sampling, Sampling):
-        raise Refused(
-            f"sampling={sampling!r} is no way to draw batches.",
-            parameter="sampling",
-            remedy="Give opacus_ext.data.Poisson(...).",
-        )
-    if not poisson_sampling:
-        raise Refused(
-            f"poisson_sampling=False leaves the loader as it is, and {sampling} "
-            "replaces it.",
-            parameter="poisson_sampling",
-            remedy="Leave one of them out.",
-        )
-
-
-# -- noise for a budget ----------------------------------------------------------------
-
-
-def with_epsilon(make_private_with_epsilon: Callable) -> Callable:
-    """``PrivacyEngine.make_private_with_epsilon`` with ``sampling`` and ``noise``."""
-
-    @functools.wraps(make_private_with_epsilon)
-    def make(
-        self: opacus.PrivacyEngine,
-        *,
-        sampling: Optional[Sampling] = None,
-        noise: Union[str, Banded] = INDEPENDENT,
-        target_epsilon: float,
-        target_delta: float,
-        epochs: float,
-        **kwargs: Any,
-    ) -> Any:
-        """``make_private`` with the least noise for the budget."""
-        loader = kwargs["data_loader"]
-        check_number("target_epsilon", target_epsilon)
-        check_number("epochs", epochs)
-        check_loader(self, loader, kwargs.get("poisson_sampling", True))
-        check_delta(self, target_delta, loader.dataset, "target_delta")
-        budget: Any = dict(epsilon=target_epsilon, delta=target_delta, epochs=epochs)
-        if noise == "banded":
-            noise = banded(
-                sampling or Poisson(sample_rate=1 / len(loader)),
-                self.accountant,
-                count_records(loader.dataset),
-                kwargs["optimizer"],
-                **budget,
-            )
-        if isinstance(noise, Banded):
-            sampling = _cyclic(sampling, noise.bands, loader)
-        if sampling is None:
-            made = make_private_with_epsilon(
-                self,
-                target_epsilon=target_epsilon,
-                target_delta=target_delta,
-                epochs=epochs,
-                **kwargs,
-            )
-        else:
-            records = count_records(loader.dataset)
-            kwargs["noise_multiplier"] = calibrate(
-                sampling, self.accountant, records, **budget
-            )
-            made = self.make_private(sampling=sampling, noise=noise, **kwargs)
-        runs_of(self)[-1]["target_delta"] = target_delta
-        return made
-
-    return make
-
-
-def calibrate(
-    sampling: Sampling,
-    accountant: IAccountant,
-    records: int,
-    *,
-    epsilon: float,
-    delta: float,
-    epochs: float,
-) -> float:
-    """
-    The noise multiplier of a run on so many records, for a budget of which the
-    accountant's history is a part.
-
-    Raises:
-        Refused: if nothing is left of the budget
-    """
-    sampling.check(records)
-    steps = max(math.ceil(epochs * sampling.steps_per_epoch(records)), 1)
-
-    def account(trial: IAccountant, noise_multiplier: float) -> None:
-        """Adds the run to a trial."""
-        sampling.account(trial, records, noise_multiplier, steps)
-
-    return least_noise(accountant, account, epsilon, delta)
-
-
-def banded(
-    sampling: Sampling,
-    accountant: IAccountant,
-    records: int,
-    optimizer: torch.optim.Optimizer,
-    *,
-    epsilon: float,
-    delta: float,
-    epochs: float,
-) -> Banded:
-    """
-    The best correlated noise for a run, see :func:`choose_bands`. The arguments are
-    those of :func:`calibrate` for the same run with Poisson sampling; the optimizer
-    tells its momentum, or the first beta of Adam and its like.
-    """
-    groups = optimizer.param_groups
-    found = [g.get("momentum", g.get("betas", (0.0,))[0]) for g in groups]
-    momentum = max((float(m) for m in found if 0 <= m < 1), default=0.0)
-    steps = max(math.ceil(epochs * sampling.steps_per_epoch(records)), 1)
-    rate = sampling.rate(records)
-    if len(accountant):  # the epsilon that a run alone may spend
-        if not isinstance(accountant, PRVBoundsAccountant):  # a quick one
-            accountant, before = PRVBoundsAccountant(), accountant.history
-            accountant.history = list(before)
-        noise = calibrate(
-            sampling, accountant, records, epsilon=epsilon, delta=delta, epochs=epochs
-        )
-        alone = PRVBoundsAccountant()
-        alone.history = [(noise, rate, steps)]
-        epsilon = alone.get_epsilon(delta)
-    noises = functools.partial(calibration.noise_multiplier, epsilon, delta)
-    return choose_bands(noises, rate, steps, momentum)
-
-
-#: Methods of ``PrivacyEngine`` and what wraps them.
-WRAPPERS: Dict[str, Callable[[Callable], Callable]] = {
-    "__init__": with_secure_source,
-    "make_private": with_sampling,
-    "make_private_with_epsilon": with_epsilon,
-    "get_epsilon": checked_epsilon,
-}
-
-
-# -- the engine with all arguments in its signature ------------------------------------
 
 
 class PrivacyEngine(opacus.PrivacyEngine):
@@ -516,6 +63,18 @@ class PrivacyEngine(opacus.PrivacyEngine):
             system, and noise without the traces of floating-point numbers
             (:mod:`opacus_ext.secure`)
     """
+
+    save_checkpoint = checkpoints.save_checkpoint
+    load_checkpoint = checkpoints.load_checkpoint
+    privacy_statement = privacy_statement
+
+    def __init__(self, *, accountant: str = "prv", secure_mode: bool = False):
+        with warnings.catch_warnings():
+            if secure_mode:  # Opacus would warn that it is off
+                warnings.filterwarnings("ignore", message="Secure RNG turned off")
+            super().__init__(accountant=accountant)
+        if secure_mode:  # Opacus's own needs torchcsprng
+            self.secure_mode, self.secure_rng = True, SecureSource()
 
     def make_private(
         self,
@@ -582,7 +141,616 @@ class PrivacyEngine(opacus.PrivacyEngine):
                 "needs.",
                 remedy="Call opacus_ext.register(), or take opacus.PrivacyEngine.",
             )
-        given = {**locals(), **kwargs}
-        for name in ("self", "kwargs", "__class__"):
-            del given[name]
-        return super().make_private(**given)
+        given: Dict[str, Any] = dict(
+            optimizer=optimizer,
+            criterion=criterion,
+            noise_multiplier=noise_multiplier,
+            max_grad_norm=max_grad_norm,
+            batch_first=batch_first,
+            loss_reduction=loss_reduction,
+            poisson_sampling=poisson_sampling,
+            clipping=clipping,
+            noise_generator=noise_generator,
+            grad_sample_mode=grad_sample_mode,
+            wrap_model=wrap_model,
+            rand_on_empty=rand_on_empty,
+            **kwargs,
+        )
+        module, by_hand = _model_in(module, **given)
+        is_new = by_hand is not None
+        is_new = is_new or not hasattr(module, "autograd_grad_sample_hooks")
+        # First all that may be refused.
+        if on_nonfinite not in ("drop", "raise"):
+            raise Refused(
+                f'on_nonfinite is "drop" or "raise", got {on_nonfinite!r}.',
+                parameter="on_nonfinite",
+                remedy='"drop" counts such a sample as zero, with a warning.',
+            )
+        misuse.check_arguments(
+            self, _ARGUMENTS, module=module, data_loader=data_loader, **given
+        )
+        refuse_unfit(
+            module, is_new, optimizer, grad_sample_mode, clipping, _is_other(self)
+        )
+        correlated = self._correlated(noise, module, grad_sample_mode, clipping)
+        place = _place_of(module)
+        sampling = self._sampling(sampling, correlated, module, data_loader, **given)
+        loader = data_loader
+        if sampling is not None:
+            loader = _drawn(sampling, place, data_loader, batch_first, rand_on_empty)
+        # Then the model is changed.
+        with _put_back_if_it_fails(self, module, by_hand, is_new):
+            made = super().make_private(module=module, data_loader=loader, **given)
+            parts = grad_sample_mode, criterion, loss_reduction
+            made = self._with_criterion(made, *parts, **kwargs)
+            if is_new:
+                common.set_options(module, take, shared, on_nonfinite)
+            _attach(module, made, by_hand, on_nonfinite)
+            self._count(made, sampling, correlated, place, **given)
+            watch_steps(self, module, made)
+        if find_mode(grad_sample_mode) is not None:
+            misuse.tell_of_samplers(self, module, grad_sample_mode)
+        return made
+
+    def make_private_with_epsilon(
+        self,
+        *,
+        sampling: Optional[Sampling] = None,
+        noise: Union[str, Banded] = INDEPENDENT,
+        target_epsilon: float,
+        target_delta: float,
+        epochs: float,
+        **kwargs: Any,
+    ) -> Any:
+        """``make_private`` with the least noise for a budget."""
+        loader = kwargs["data_loader"]
+        misuse.check_number("target_epsilon", target_epsilon)
+        misuse.check_number("epochs", epochs)
+        misuse.check_loader(self, loader, kwargs.get("poisson_sampling", True))
+        misuse.check_delta(self, target_delta, loader.dataset, "target_delta")
+        budget: Any = dict(epsilon=target_epsilon, delta=target_delta, epochs=epochs)
+        records = len(loader.dataset)
+        if noise == "banded":
+            poisson = sampling or Poisson(sample_rate=1 / len(loader))
+            run = poisson, self.accountant, records, kwargs["optimizer"]
+            noise = banded(*run, **budget)
+        if isinstance(noise, Banded):
+            sampling = _cyclic(sampling, noise.bands, loader)
+        if sampling is None:
+            made = super().make_private_with_epsilon(
+                target_epsilon=target_epsilon,
+                target_delta=target_delta,
+                epochs=epochs,
+                **kwargs,
+            )
+        else:
+            kwargs["noise_multiplier"] = calibrate(
+                sampling, self.accountant, records, **budget
+            )
+            made = self.make_private(sampling=sampling, noise=noise, **kwargs)
+        runs_of(self)[-1]["target_delta"] = target_delta
+        return made
+
+    def get_epsilon(self, delta: float) -> float:
+        """
+        The epsilon spent: never below 0, infinite without noise, and of all steps that
+        were taken, also if the accountant was replaced since.
+        """
+        misuse.check_delta(self, delta, self.dataset)
+        missing = ledger_of(self).missing(self.accountant.history)
+        accountant = with_steps(self.accountant, missing)
+        if any(noise == 0 for noise, *_ in accountant.history):
+            return math.inf  # some accountants raise an error
+        return max(accountant.get_epsilon(delta), 0.0) if len(accountant) else 0.0
+
+    # -- what Opacus's make_private calls ----------------------------------------------
+
+    def _prepare_model(
+        self,
+        module: nn.Module,
+        *,
+        batch_first: bool = True,
+        max_grad_norm: Union[float, List[float]] = 1.0,
+        loss_reduction: str = "mean",
+        grad_sample_mode: str = "hooks",
+        wrap_model: bool = True,
+    ) -> Any:
+        options: Any = dict(batch_first=batch_first, loss_reduction=loss_reduction)
+        mode = find_mode(grad_sample_mode)
+        if mode is None:
+            return super()._prepare_model(
+                module,
+                max_grad_norm=max_grad_norm,
+                grad_sample_mode=grad_sample_mode,
+                wrap_model=wrap_model,
+                **options,
+            )
+        self.validate(module=module, optimizer=None, data_loader=None)
+        if not (wrap_model and isinstance(module, AbstractGradSampleModule)):
+            if mode.criterion is not None:
+                options["max_grad_norm"] = max_grad_norm
+            return (mode.module if wrap_model else mode.hooks)(module, **options)
+        known = {name: getattr(module, name) for name in options}
+        if type(module) is not mode.module or known != options:
+            raise ValueError(
+                f"Pre-existing {type(module).__name__} doesn't match new arguments: it "
+                f"has {known}, and asked for are {options} and "
+                f"grad_sample_mode={grad_sample_mode!r}. Pass the model itself."
+            )
+        return module
+
+    def _prepare_optimizer(
+        self,
+        *,
+        optimizer: Any,
+        distributed: bool = False,
+        clipping: Any = "flat",
+        noise_generator: Optional[torch.Generator] = None,
+        grad_sample_mode: str = "hooks",
+        **kwargs: Any,
+    ) -> Any:
+        mode = find_mode(grad_sample_mode)
+        if mode is None or clipping == "adaptive":  # it reads per-sample gradients
+            return super()._prepare_optimizer(
+                optimizer=optimizer,
+                distributed=distributed,
+                clipping=clipping,
+                noise_generator=noise_generator,
+                grad_sample_mode=grad_sample_mode,
+                **kwargs,
+            )
+        if isinstance(optimizer, DPOptimizer):
+            optimizer = optimizer.original_optimizer
+        return find_optimizer(mode, clipping, distributed)(
+            optimizer=optimizer,
+            generator=self.secure_rng if self.secure_mode else noise_generator,
+            secure_mode=self.secure_mode,
+            **kwargs,
+        )
+
+    def _prepare_data_loader(
+        self, data_loader: DataLoader, *, poisson_sampling: bool, **kwargs: Any
+    ) -> DataLoader:
+        drawn = isinstance(getattr(data_loader, "batch_sampler", None), Draws)
+        generator = getattr(data_loader, "generator", None)
+        loader = super()._prepare_data_loader(
+            data_loader, poisson_sampling=poisson_sampling and not drawn, **kwargs
+        )
+        if drawn and self.secure_mode:  # torch seeds worker processes by its own
+            loader.generator = generator
+        return loader
+
+    def _prepare_criterion(
+        self,
+        *,
+        module: Any,
+        optimizer: Any,
+        criterion: Any,
+        loss_reduction: str = "mean",
+        **kwargs: Any,
+    ) -> Any:
+        given = module, optimizer, criterion, loss_reduction
+        if hasattr(module, "clipped_backward"):
+            return ClippedCriterion(*given)
+        names = "module", "optimizer", "criterion", "loss_reduction"
+        return super()._prepare_criterion(**dict(zip(names, given)), **kwargs)
+
+    # -- parts of make_private ---------------------------------------------------------
+
+    def _correlated(
+        self, noise: Union[str, Banded], module: nn.Module, mode: str, clipping: Any
+    ) -> Optional[BandedNoise]:
+        """Makes the noise that the optimizer is to add; None if it is independent."""
+        if noise == INDEPENDENT:
+            return None
+        if not isinstance(noise, Banded):
+            raise Refused(
+                f"noise={noise!r} is neither {INDEPENDENT!r} nor a Banded.",
+                parameter="noise",
+                remedy="Give opacus_ext.optimizers.Banded(bands, steps), or leave it "
+                'to make_private_with_epsilon(noise="banded") to choose one.',
+            )
+        if isinstance(module, FSDPModule):
+            raise Refused(
+                "Correlated noise is not drawn for models sharded by fully_shard.",
+                parameter="noise",
+                remedy="Leave noise out.",
+            )
+        self._refuse_noise_of_opacus("noise", mode, clipping)
+        return BandedNoise(noise)
+
+    def _sampling(
+        self,
+        sampling: Optional[Sampling],
+        correlated: Optional[BandedNoise],
+        module: nn.Module,
+        data_loader: DataLoader,
+        *,
+        poisson_sampling: bool,
+        grad_sample_mode: str,
+        clipping: Any,
+        **others: Any,
+    ) -> Optional[Sampling]:
+        """Chooses how batches are drawn; None for Opacus's own loader, or the given."""
+        if correlated is not None:
+            sampling = _cyclic(sampling, correlated.bands, data_loader)
+        if self.secure_mode:
+            self._refuse_insecure(correlated, module, poisson_sampling)
+            self._refuse_noise_of_opacus("secure_mode", grad_sample_mode, clipping)
+            sampling = sampling or _stock_sampling(data_loader)
+        if sampling is not None:
+            _check_sampling(sampling, poisson_sampling)
+            return sampling
+        _check_drawn(data_loader, poisson_sampling)
+        # Opacus's own loader leaves empty batches out, so that processes get out of
+        # step, and draws equal masks where they are seeded alike.
+        if _place_of(module) is not None and poisson_sampling:
+            return Poisson(sample_rate=1 / len(data_loader))
+        return None
+
+    def _refuse_noise_of_opacus(self, parameter: str, mode: str, clipping: Any) -> None:
+        """Refuses an optimizer or a criterion that is not one of this package's."""
+        if find_mode(mode) is None or clipping == "adaptive" or _is_other(self):
+            raise Refused(
+                f"grad_sample_mode={mode!r} of {type(self).__name__} with "
+                f"clipping={clipping!r} draws its noise in Opacus, where it is "
+                "independent and not secure.",
+                parameter=parameter,
+                remedy='Take grad_sample_mode="auto" or "hooks" of '
+                'opacus.PrivacyEngine, and another clipping than "adaptive".',
+            )
+
+    @staticmethod
+    def _refuse_insecure(
+        correlated: Optional[BandedNoise], module: nn.Module, poisson_sampling: bool
+    ) -> None:
+        """Refuses what would draw noise or batches from another source."""
+        if _place_of(module) is not None:
+            what = f"{type(module).__name__} of several processes"
+        elif correlated is not None:
+            what = "Correlated noise"
+        elif not poisson_sampling:
+            what = "poisson_sampling=False, which leaves the loader as it is,"
+        else:
+            return
+        raise Refused(
+            f"{what} has no secure mode.",
+            parameter="secure_mode",
+            remedy="Leave it out, or train without secure mode.",
+        )
+
+    def _with_criterion(
+        self,
+        made: Any,
+        grad_sample_mode: str,
+        criterion: Any,
+        loss_reduction: str,
+        **kwargs: Any,
+    ) -> Any:
+        """Adds our criterion where Opacus has none, or one that clips wrongly."""
+        mode = find_mode(grad_sample_mode)
+        if mode is None or mode.criterion is None:
+            return made
+        first, optimizer, *prepared, loader = made
+        prepared = prepared or [
+            self._prepare_criterion(
+                module=first,
+                optimizer=optimizer,
+                criterion=criterion,
+                loss_reduction=loss_reduction,
+                **kwargs,
+            )
+        ]
+        if isinstance(prepared[0], DPLossFastGradientAdaptiveClipping):
+            prepared = [AdaptiveCriterion(prepared[0])]
+        return first, optimizer, *prepared, loader
+
+    def _count(
+        self,
+        made: Any,
+        sampling: Optional[Sampling],
+        correlated: Optional[BandedNoise],
+        place: Optional[Tuple[int, int]],
+        **given: Any,
+    ) -> None:
+        """Lets each step be counted, and keeps the settings for statements."""
+        _, optimizer, *_, loader = made
+        if sampling is None:
+            count_whole(optimizer, self.accountant)
+        else:
+            records = count_records(loader.dataset)
+            optimizer.expected_batch_size = sampling.divisor(records)
+            if place is not None:  # of one process
+                optimizer.expected_batch_size /= place[1]
+            # In the place of the hook for Poisson sampling.
+            optimizer.step_hook = sampling.hook(self.accountant, records)
+        if correlated is not None:
+            optimizer.correlated = correlated
+            loader.batch_sampler.taken = lambda: correlated.taken
+        bands = 1 if correlated is None else correlated.bands
+        optimizer.run = add_run(self, sampling, made, bands, **given)
+        groups = optimizer.param_groups
+        note_trained(self, (p for group in groups for p in group["params"]))
+        if hasattr(optimizer, "spent"):  # not one of Opacus's own
+            _count_steps(self, optimizer)
+        ledger_of(self).made(self.accountant, optimizer, loader.batch_sampler)
+
+
+_ARGUMENTS = inspect.signature(PrivacyEngine.make_private).parameters
+
+
+def _is_other(engine: opacus.PrivacyEngine) -> bool:
+    """Returns True for a subclass with a criterion of its own (adaptive clipping)."""
+    return type(engine)._prepare_criterion is not PrivacyEngine._prepare_criterion
+
+
+# -- the model -------------------------------------------------------------------------
+
+
+def _model_in(
+    module: nn.Module,
+    *,
+    grad_sample_mode: str,
+    wrap_model: bool,
+    batch_first: bool,
+    loss_reduction: str,
+    **others: Any,
+) -> Tuple[nn.Module, Optional[common.ByHand]]:
+    """Returns the model to train, and Opacus's wrapper of it that was made by hand."""
+    module, mode = common.trained_of(module), find_mode(grad_sample_mode)
+    if mode is None or not wrap_model:
+        return module, None
+    by_hand = common.ByHand.of(module, mode.module, batch_first, loss_reduction)
+    if by_hand is None:
+        return module, None
+    if common.private_model_of(module) is not None:  # a second time
+        return vars(module)["made"], None
+    return by_hand.wrapper._module, by_hand
+
+
+@contextmanager
+def _put_back_if_it_fails(
+    engine: opacus.PrivacyEngine,
+    module: nn.Module,
+    by_hand: Optional[common.ByHand],
+    is_new: bool,
+) -> Iterator[None]:
+    """Within it the model is made private; an error leaves all as it was before."""
+    dataset = engine.dataset
+    try:
+        if by_hand is not None:
+            by_hand.remove()
+        yield
+    except BaseException:
+        engine.dataset = dataset
+        if is_new:
+            _clean(module)
+        if by_hand is not None:
+            by_hand.put_back()
+        raise
+
+
+def _clean(module: nn.Module) -> None:
+    """Removes hooks and attributes that make_private has left."""
+    for handle in getattr(module, "autograd_grad_sample_hooks", []):
+        handle.remove()
+    if hasattr(module, "autograd_grad_sample_hooks"):
+        del module.autograd_grad_sample_hooks
+    for p in module.parameters():
+        for name in (*OPACUS_PARAM_MONKEYPATCH_ATTRS, "summed_grad"):
+            if hasattr(p, name):
+                delattr(p, name)
+
+
+def _attach(
+    module: nn.Module, made: Any, by_hand: Optional[common.ByHand], on_nonfinite: str
+) -> None:
+    """Lets what was made know of each other."""
+    first, optimizer, *_, loader = made
+    optimizer.on_nonfinite, optimizer.mode = on_nonfinite, first
+    private = common.private_model_of(module)
+    if private is not None:
+        private.optimizer = optimizer
+        handles: Any = module.autograd_grad_sample_hooks
+        handles.extend(peft.attach_checks(module))
+        watch_loader(loader, optimizer, private.inputs, private.passes)
+    if by_hand is not None:
+        by_hand.redirect(first)
+
+
+# -- steps -----------------------------------------------------------------------------
+
+_COUNTED = "It is counted as one at rate {rate:g}, so that epsilon grows faster."
+_NOT_COUNTED = (
+    'The accountant "gdp" knows one rate, and can\'t count that: its epsilon is too '
+    "small."
+)
+
+
+def _count_steps(engine: opacus.PrivacyEngine, optimizer: Any) -> None:
+    """Counts the steps of an optimizer by the draws that they spend, in the ledger."""
+    hook, accountant, ledger = optimizer.step_hook, engine.accountant, ledger_of(engine)
+
+    def count(dp_optimizer: Any) -> None:
+        spent, before = dp_optimizer.spent, accountant.history[-1:]
+        if spent is None or spent.rate is None:
+            pass
+        elif accountant.mechanism() == "gdp":
+            dp_optimizer.spent = spent._replace(reason=f"{spent.reason} {_NOT_COUNTED}")
+        else:
+            told = f"{spent.reason} {_COUNTED.format(rate=spent.rate)}"
+            dp_optimizer.spent = spent._replace(reason=told)
+            record_whole(accountant, lambda: add(dp_optimizer, spent))
+            return
+        hook(dp_optimizer)
+        if accountant.history[-1:] != before:
+            ledger.add(*accountant.history[-1][:2])
+
+    def add(dp_optimizer: Any, spent: Any) -> None:
+        noise = float(dp_optimizer.noise_multiplier)
+        rate = min(1.0, spent.rate * dp_optimizer.accumulated_iterations)
+        for _ in range(spent.steps):
+            accountant.step(noise_multiplier=noise, sample_rate=rate)
+            ledger.add(noise, rate)
+
+    optimizer.count, optimizer.ledger, optimizer.step_hook = count, ledger, None
+
+
+# -- batches ---------------------------------------------------------------------------
+
+
+def _cyclic(
+    sampling: Optional[Sampling], bands: int, loader: DataLoader
+) -> CyclicPoisson:
+    """The sampling that correlated noise needs, of the same expected batch size."""
+    if sampling is None:
+        return CyclicPoisson(bands=bands, sample_rate=1 / len(loader))
+    if type(sampling) is Poisson:
+        return CyclicPoisson(bands=bands, **vars(sampling))
+    if not isinstance(sampling, CyclicPoisson) or sampling.bands != bands:
+        raise Refused(
+            f"Noise of {bands} bands needs CyclicPoisson of as many parts, not "
+            f"{sampling}.",
+            parameter="sampling",
+            remedy="Leave sampling out.",
+        )
+    return sampling
+
+
+def _stock_sampling(loader: DataLoader) -> Poisson:
+    """Opacus's own sampling, by a loader that draws from any generator."""
+    sampling = Poisson(sample_rate=1 / len(loader))
+    if getattr(loader.batch_sampler, "sampling", None) != sampling:
+        _check_drawn(loader)
+    return sampling
+
+
+def _check_drawn(data_loader: Any, poisson_sampling: bool = True) -> None:
+    """Refuses a loader that draws by chance in another way than is accounted for."""
+    sampler = getattr(data_loader, "batch_sampler", None)
+    if not isinstance(sampler, UniformWithReplacementSampler):
+        return
+    sampling, rate = getattr(sampler, "sampling", None), sampler.sample_rate
+    steps = len(sampler)
+    if sampling is not None:
+        raise Refused(
+            f"The loader draws by {sampling}, and would be accounted for as Poisson "
+            f"sampling with probability 1/{steps}.",
+            parameter="sampling",
+            remedy="Give make_private the same sampling=... as before.",
+        )
+    if not poisson_sampling and rate * steps > 1 + 1e-6:
+        raise Refused(
+            f"The loader draws with probability {rate:g} in each of {steps} steps, and "
+            f"poisson_sampling=False would have it accounted for as 1/{steps}.",
+            parameter="sampling",
+            remedy="Leave poisson_sampling out, and give "
+            f"sampling=opacus_ext.data.Poisson(sample_rate={rate:g}, steps={steps}).",
+        )
+
+
+def _drawn(
+    sampling: Sampling,
+    place: Optional[Tuple[int, int]],
+    stock: DataLoader,
+    batch_first: bool,
+    rand_on_empty: bool,
+) -> DataLoader:
+    """Returns the loader that draws by ``sampling``, like another one in all else."""
+    sampling.check(count_records(stock.dataset))
+    sampler = getattr(stock, "batch_sampler", None)
+    if place is None and getattr(sampler, "sampling", None) == sampling:
+        return stock
+    return sampling.loader(
+        stock, batch_first=batch_first, rand_on_empty=rand_on_empty, place=place
+    )
+
+
+def _place_of(module: nn.Module) -> Optional[Tuple[int, int]]:
+    """
+    Returns the number of this process and how many there are; None for a model of one
+    process.
+    """
+    if not isinstance(module, (FSDPModule, DDP, DPDDP)):
+        return None
+    return dist.get_rank(), dist.get_world_size()
+
+
+def _check_sampling(sampling: Any, poisson_sampling: bool) -> None:
+    """Refuses what does not draw the batches of this model."""
+    if not isinstance(sampling, Sampling):
+        raise Refused(
+            f"sampling={sampling!r} is no way to draw batches.",
+            parameter="sampling",
+            remedy="Give opacus_ext.data.Poisson(...).",
+        )
+    if not poisson_sampling:
+        raise Refused(
+            f"poisson_sampling=False leaves the loader as it is, and {sampling} "
+            "replaces it.",
+            parameter="poisson_sampling",
+            remedy="Leave one of them out.",
+        )
+
+
+# -- noise for a budget ----------------------------------------------------------------
+
+
+def calibrate(
+    sampling: Sampling,
+    accountant: IAccountant,
+    records: int,
+    *,
+    epsilon: float,
+    delta: float,
+    epochs: float,
+) -> float:
+    """
+    The noise multiplier of a run on so many records, for a budget of which the
+    accountant's history is a part.
+
+    Raises:
+        Refused: if nothing is left of the budget
+    """
+    sampling.check(records)
+    steps = max(math.ceil(epochs * sampling.steps_per_epoch(records)), 1)
+
+    def account(trial: IAccountant, noise_multiplier: float) -> None:
+        """Adds the run to a trial."""
+        sampling.account(trial, records, noise_multiplier, steps)
+
+    return least_noise(accountant, account, epsilon, delta)
+
+
+def banded(
+    sampling: Sampling,
+    accountant: IAccountant,
+    records: int,
+    optimizer: torch.optim.Optimizer,
+    *,
+    epsilon: float,
+    delta: float,
+    epochs: float,
+) -> Banded:
+    """
+    The best correlated noise for a run, see :func:`choose_bands`. The arguments are
+    those of :func:`calibrate` for the same run with Poisson sampling; the optimizer
+    tells its momentum, or the first beta of Adam and its like.
+    """
+    groups = optimizer.param_groups
+    found = [g.get("momentum", g.get("betas", (0.0,))[0]) for g in groups]
+    momentum = max((float(m) for m in found if 0 <= m < 1), default=0.0)
+    steps = max(math.ceil(epochs * sampling.steps_per_epoch(records)), 1)
+    rate = sampling.rate(records)
+    if len(accountant):  # the epsilon that a run alone may spend
+        if not isinstance(accountant, PRVBoundsAccountant):  # a quick one
+            accountant, before = PRVBoundsAccountant(), accountant.history
+            accountant.history = list(before)
+        noise = calibrate(
+            sampling, accountant, records, epsilon=epsilon, delta=delta, epochs=epochs
+        )
+        alone = PRVBoundsAccountant()
+        alone.history = [(noise, rate, steps)]
+        epsilon = alone.get_epsilon(delta)
+    noises = functools.partial(calibration.noise_multiplier, epsilon, delta)
+    return choose_bands(noises, rate, steps, momentum)

@@ -8,15 +8,15 @@ gives one warning. ``optimizers.loop`` checks training loops.
 from __future__ import annotations
 
 import difflib
-import functools
 import inspect
 import math
 import numbers
-from typing import Any, Callable, Iterable
+from typing import Any, Iterable
 
 import torch
 from opacus import PrivacyEngine
 from opacus.accountants.utils import get_noise_multiplier
+from opacus.grad_sample import GradSampleHooks, GradSampleHooksFastGradientClipping
 from opacus.utils.uniform_sampler import (
     DistributedUniformWithReplacementSampler,
     UniformWithReplacementSampler,
@@ -32,18 +32,15 @@ from torch.utils.data import (
 )
 
 from opacus_ext.data.copies import refuse_copies
-from opacus_ext.ledger import ledger_of, with_steps
 from opacus_ext.optimizers.loop import LOOPS, plain
 from opacus_ext.refused import Refused, warn_once
 
 _POISSON = UniformWithReplacementSampler, DistributedUniformWithReplacementSampler
 _EVERY_RECORD = SequentialSampler, RandomSampler, DistributedSampler
-_OF_OPACUS = ("hooks", "functorch", "ew", "ghost", "ghost_fsdp", "no_op")
 # Names that reach ``**kwargs``: of accountants, of adaptive clipping, of this package.
 _MORE_ARGUMENTS = (
     "alphas poisson eps_error delta_error target_unclipped_quantile "
-    "clipbound_learning_rate max_clipbound min_clipbound unclipped_num_std "
-    "take shared on_nonfinite sampling"
+    "clipbound_learning_rate max_clipbound min_clipbound unclipped_num_std"
 ).split()
 
 
@@ -81,7 +78,7 @@ def check_arguments(
             raise Refused(
                 f"make_private has no argument {name!r}.",
                 parameter=name,
-                remedy=_closest(name, allowed, "Leave it out."),
+                remedy=closest(name, allowed, "Leave it out."),
             )
     check_number("noise_multiplier", noise_multiplier, zero=True)
     several = isinstance(max_grad_norm, (list, tuple))
@@ -109,21 +106,10 @@ def check_arguments(
         )
 
 
-def _closest(name: str, names: Iterable[str], otherwise: str) -> str:
+def closest(name: str, names: Iterable[str], otherwise: str) -> str:
     """Asks whether the name most like this one is meant."""
     found = difflib.get_close_matches(name, list(names), 1)
     return f"Is {found[0]!r} meant?" if found else otherwise
-
-
-def check_mode(mode: Any, modes: Iterable[str]) -> None:
-    """Refuses a ``grad_sample_mode`` that is neither in ``modes`` nor Opacus's."""
-    names = list(dict.fromkeys((*modes, *_OF_OPACUS)))
-    if mode not in names:
-        raise Refused(
-            f"Unexpected grad_sample_mode: {mode!r}. There are {', '.join(names)}.",
-            parameter="grad_sample_mode",
-            remedy=_closest(str(mode), names, 'Take "auto" if in doubt.'),
-        )
 
 
 def check_number(
@@ -168,7 +154,7 @@ def _check_optimizer(
             "train them; freeze them by requires_grad_(False).",
         )
     watch = LOOPS.get(given)
-    if watch is not None and watch.engine() not in (None, engine) and watch.active:
+    if watch is not None and watch.active and watch.is_of_another(engine):
         warn_once(
             engine,
             "engines",
@@ -204,6 +190,48 @@ def _check_prepared(optimizer: Any) -> None:
             )
 
 
+# -- the model -------------------------------------------------------------------------
+
+
+def tell_of_samplers(engine: PrivacyEngine, module: nn.Module, mode: str) -> None:
+    """
+    Warns once that samplers which users have registered are not used in a mode of this
+    package, naming their layers. Mode "functorch" has never used any.
+    """
+    if mode == "functorch":
+        return
+    tables = [GradSampleHooks.GRAD_SAMPLERS]
+    # Only the ghost modes look for norm samplers.
+    if mode != "hooks":
+        tables.append(GradSampleHooksFastGradientClipping.NORM_SAMPLERS)
+    layers = []
+    for name, layer in module.named_modules():
+        samplers = [table.get(type(layer)) for table in tables]
+        parameters = layer.parameters(recurse=False)
+        trained = any(parameter.requires_grad for parameter in parameters)
+        if trained and any(map(_is_of_user, samplers)):
+            layers.append(f"{name or 'the model'} ({type(layer).__name__})")
+    if not layers:
+        return
+    few = ", ".join(layers[:3])
+    if layers[3:]:
+        few += f" and {len(layers) - 3} more"
+    warn_once(
+        engine,
+        "samplers",
+        f"A sampler was registered with Opacus for {few}. It is not used: "
+        f"grad_sample_mode={mode!r} computes exact per-sample gradients of every layer "
+        "by itself, from the layer's own forward. Where a sampler gives something else "
+        "on purpose, use opacus.grad_sample.GradSampleModule.",
+    )
+
+
+def _is_of_user(sampler: Any) -> bool:
+    """Returns True for a sampler that is not Opacus's."""
+    made_in = str(getattr(sampler, "__module__", "")).partition(".")[0]
+    return sampler is not None and made_in != "opacus"
+
+
 # -- the loader ------------------------------------------------------------------------
 
 
@@ -217,7 +245,8 @@ def check_loader(
     batches = getattr(batches, "batch_sampler", batches)
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
         raise Refused(
-            f"The data set ({type(dataset).__name__}) has no length.",
+            f"The data set ({type(dataset).__name__}) is an IterableDataset, or has no "
+            "length: its records can't be drawn.",
             parameter="data_loader",
             remedy="Take a data set with __len__ and __getitem__.",
         )
@@ -297,28 +326,3 @@ def check_delta(
             f"{name}={delta:g} is over one over the {records} records: publishing a "
             "record would satisfy it. Take less.",
         )
-
-
-def checked_epsilon(get_epsilon: Callable) -> Callable:
-    """
-    Wraps ``PrivacyEngine.get_epsilon``: never below 0, infinite without noise, and of
-    all steps that were taken, also if the accountant was replaced since.
-    """
-
-    @functools.wraps(get_epsilon)
-    def get(self: PrivacyEngine, delta: float) -> float:
-        """The epsilon spent, as PrivacyEngine.get_epsilon."""
-        check_delta(self, delta, self.dataset)
-        accountant = self.accountant
-        missing = ledger_of(self).missing(accountant.history)
-        if any(noise == 0 for noise, *_ in (*accountant.history, *missing)):
-            return math.inf  # some accountants raise an error
-        if not (len(accountant) or missing):
-            return 0.0
-        self.accountant = with_steps(accountant, missing)
-        try:
-            return max(get_epsilon(self, delta), 0.0)
-        finally:
-            self.accountant = accountant
-
-    return get

@@ -1,6 +1,5 @@
 """Registering and its undoing: after ``unregister`` Opacus is as it was shipped."""
 
-import copy
 import cProfile
 import gc
 import inspect
@@ -18,7 +17,6 @@ from opacus.grad_sample import (
     GradSampleHooks,
     GradSampleHooksFastGradientClipping,
     GradSampleModule,
-    GradSampleModuleFastGradientClipping,
     register_grad_sampler,
 )
 from opacus.grad_sample.utils import register_norm_sampler
@@ -31,15 +29,14 @@ from opacus_ext.registry import MODES
 from tests.common import check, layer_modes, make_private, square_loss
 
 # Everything in Opacus that could be changed: functions and methods of its modules, and
-# the samplers by layer.
+# the entries of its tables.
 _STATE = """
-import importlib, json, pkgutil, sys, warnings
+import json, sys, warnings
 warnings.simplefilter("ignore")
 import opacus
-from opacus.grad_sample import GradSampleHooks, GradSampleHooksFastGradientClipping
 
 def state():
-    found = {}
+    found, tables = {}, {}
     for name, module in sorted(sys.modules.items()):
         if name != "opacus" and not name.startswith("opacus."):
             continue
@@ -47,15 +44,15 @@ def state():
             if key.startswith("__"):
                 continue
             found[f"{name}.{key}"] = id(value)
-            if isinstance(value, type) and value.__module__.startswith("opacus."):
+            if isinstance(value, type) and value.__module__ == name:
                 for attribute, member in vars(value).items():
-                    if not attribute.startswith("__"):
+                    if attribute not in ("__dict__", "__weakref__", "__doc__"):
                         found[f"{name}.{key}.{attribute}"] = id(member)
-    for owner in (GradSampleHooks, GradSampleHooksFastGradientClipping):
-        for table in ("GRAD_SAMPLERS", "NORM_SAMPLERS"):
-            for layer, sampler in getattr(owner, table, {}).items():
-                key = f"{layer.__module__}.{layer.__name__}"
-                found[f"{owner.__name__}.{table}.{key}"] = id(sampler)
+                    tables[f"{name}.{key}.{attribute}"] = member
+            tables[f"{name}.{key}"] = value
+    for name, table in tables.items():
+        if isinstance(table, dict):
+            found.update({f"{name}[{key}]": id(x) for key, x in table.items()})
     return found
 """
 
@@ -63,6 +60,7 @@ def state():
 _IMPORT = """
 import opacus.privacy_engine, opacus.utils.fast_gradient_clipping_utils
 import opacus.utils.batch_memory_manager, opacus.validators, opacus.accountants
+import opacus.utils.adaptive_clipping
 import torch
 torch.set_num_threads(2)
 torch.manual_seed(3)
@@ -85,17 +83,30 @@ opacus_ext.unregister()
 opacus_ext.unregister()
 after = state()
 opacus_ext.register()
-samplers = lambda s: sorted(k for k in s if "SAMPLERS" in k)
 print(json.dumps({
     "heavy": heavy,
     "same settings": same_settings,
-    "during": [k for k in before if during.get(k) != before[k]],
+    "during": sorted(k for k in during if during[k] != before.get(k)),
     "idempotent": during == again,
-    "after": [k for k in before if after.get(k) != before[k]],
-    "left": [k for k in after if k not in before and "SAMPLERS" in k],
-    "comes back": samplers(state()) == samplers(during),
+    "after": sorted(k for k in {*before, *after} if after.get(k) != before.get(k)),
+    "comes back": state().keys() == during.keys(),
 }))
 """
+
+_ENGINE = "opacus.privacy_engine.PrivacyEngine."
+REPLACED = [
+    "opacus.accountants.registry._ACCOUNTANTS[prv_bounds]",
+    _ENGINE + "__init__",
+    _ENGINE + "get_epsilon",
+    _ENGINE + "load_checkpoint",
+    _ENGINE + "make_private",
+    _ENGINE + "make_private_with_epsilon",
+    _ENGINE + "privacy_statement",
+    _ENGINE + "save_checkpoint",
+    "opacus.utils.batch_memory_manager.BatchSplittingSampler",
+    "opacus.validators.module_validator.ModuleValidator.fix",
+    "opacus.validators.module_validator.ModuleValidator.validate",
+]
 
 
 def test_import_and_unregister():
@@ -108,8 +119,8 @@ def test_import_and_unregister():
     assert run.returncode == 0, run.stderr
     found = json.loads(run.stdout.strip().splitlines()[-1])
     assert found["heavy"] == [] and found["same settings"]
-    assert found["during"], "importing changes nothing: this test sees nothing"
-    assert found["after"] == found["left"] == []
+    assert found["during"] == REPLACED
+    assert found["after"] == []
     assert found["idempotent"] and found["comes back"]
 
 
@@ -149,32 +160,6 @@ def test_unregistered(unregistered, wrap):
     assert type(handle) is (GradSampleModule if wrap else GradSampleHooks)
 
 
-def test_samplers_of_other_packages_survive():
-    """Samplers that others register in between are not thrown away."""
-
-    class Theirs(nn.Linear):
-        pass
-
-    def sampler(layer, activations, backprops):
-        raise NotImplementedError
-
-    tables = (
-        GradSampleHooks.GRAD_SAMPLERS,
-        GradSampleHooksFastGradientClipping.GRAD_SAMPLERS,
-    )
-    try:
-        for table in tables:
-            table[Theirs] = sampler
-        opacus_ext.unregister()
-        assert all(table[Theirs] is sampler for table in tables)
-        opacus_ext.register()
-        assert all(table[Theirs] is sampler for table in tables)
-    finally:
-        opacus_ext.register()
-        for table in tables:
-            table.pop(Theirs, None)
-
-
 @layer_modes
 def test_registered_again(mode):
     opacus_ext.unregister()
@@ -183,10 +168,11 @@ def test_registered_again(mode):
     check(mode, True, model, torch.randn(4, 2, 3).double(), square_loss)
 
 
-@pytest.mark.parametrize("mode", ["functorch", "ew"])
-def test_other_modes_of_opacus_still_work(mode):
+@pytest.mark.parametrize("wrap", [True, False])
+@pytest.mark.parametrize("mode", ["functorch", "ew", "ghost_fsdp"])
+def test_modes_of_opacus_that_are_ours(mode, wrap):
     model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 2)).double()
-    check(mode, True, model, torch.randn(4, 3).double(), square_loss)
+    check(mode, wrap, model, torch.randn(4, 3).double(), square_loss)
 
 
 # -- rules that are registered after the import ----------------------------------------
@@ -332,39 +318,6 @@ def test_calls_of_a_layer(name, no_garbage):
     assert of_step - plain <= 10 * most_of_step, (of_step - plain) / 10
 
 
-@pytest.mark.parametrize(
-    "stock", [GradSampleModule, GradSampleModuleFastGradientClipping]
-)
-@pytest.mark.parametrize("layer", [nn.PReLU, lambda n: nn.Bilinear(n, n, n)])
-def test_samplers_of_layers_that_opacus_has_none_for(stock, layer):
-    """The stock classes of Opacus look into its tables."""
-
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.first, self.layer = nn.Linear(3, 3), layer(3)
-
-        def forward(self, x):
-            x = self.first(x)
-            return self.layer(x, x) if isinstance(self.layer, nn.Bilinear) else x
-
-    torch.manual_seed(0)
-    model, x = Model().double(), torch.randn(4, 3).double()
-    alone = copy.deepcopy(model)
-    stock(model, loss_reduction="sum")
-    model(x).square().sum().backward()
-    for b in range(4):
-        alone.zero_grad()
-        alone(x[b : b + 1]).square().sum().backward()
-        for p, q in zip(model.parameters(), alone.parameters()):
-            if q.grad is None:
-                continue
-            if stock is GradSampleModule:
-                torch.testing.assert_close(p.grad_sample[b], q.grad)
-            else:
-                torch.testing.assert_close(p._norm_sample[b], q.grad.norm())
-
-
 class _Own(nn.Linear):
     pass
 
@@ -448,6 +401,63 @@ def test_added_arguments_with_epsilon(engine):
     )
     assert len(made) == 4 and made[1].on_nonfinite == "raise"
     assert set(made[0].private.inputs.shared) == {"input"}
+
+
+class Of(PrivacyEngine):
+    """A user's engine, with methods of its own before ours and Opacus's."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.called = []
+
+    def make_private(self, **kwargs):
+        self.called.append("make_private")
+        return super().make_private(**kwargs)
+
+    def _prepare_model(self, module, *, wrap_model=True, **kwargs):
+        self.called.append("model")
+        return super()._prepare_model(module, wrap_model=wrap_model, **kwargs)
+
+    def _prepare_optimizer(self, *, optimizer, **kwargs):
+        made = super()._prepare_optimizer(optimizer=optimizer, **kwargs)
+        self.called.append(made)
+        return made
+
+    def get_epsilon(self, delta):
+        return 1 + super().get_epsilon(delta)
+
+
+class _OfOurs(Of, opacus_ext.PrivacyEngine):
+    pass
+
+
+@pytest.mark.parametrize("kind", [Of, _OfOurs])
+@pytest.mark.parametrize("with_epsilon", [True, False])
+def test_an_engine_of_a_user(kind, with_epsilon):
+    """Its methods run once each; what they and ours set is the engine's own."""
+    engine, model = kind(accountant="rdp"), nn.Linear(3, 2)
+    given = dict(
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=1.0),
+        data_loader=DataLoader(TensorDataset(torch.zeros(80, 3)), batch_size=4),
+        max_grad_norm=1.0,
+        grad_sample_mode="ghost_bk",
+    )
+    if with_epsilon:
+        budget = dict(target_epsilon=3.0, target_delta=1e-5, epochs=2)
+        made = engine.make_private_with_epsilon(**given, **budget)
+    else:
+        made = engine.make_private(noise_multiplier=1.0, **given)
+    assert engine.called == ["make_private", "model", made[1]]
+    assert type(engine) is kind and engine.dataset is made[-1].dataset
+    for batch in made[-1]:
+        made[2](made[0](*batch), torch.zeros(len(batch[0])).long()).backward()
+        made[1].step()
+        made[1].zero_grad()
+    assert sum(n for *_, n in engine.accountant.history) == len(made[-1])
+    spent = engine.get_epsilon(1e-5)
+    statement = engine.privacy_statement(1e-5).content
+    assert spent == pytest.approx(1 + statement["epsilon"])
 
 
 def test_the_engine_without_the_registry(unregistered):

@@ -15,7 +15,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from opacus_ext.grad_sample import layouts
 from opacus_ext.grad_sample.core.traced import forgets
 from opacus_ext.grad_sample.parallel.sharding import is_experts
 from opacus_ext.grad_sample.rules.experts import experts_interface
@@ -79,9 +78,6 @@ class Experts(nn.Module):
         """
         rows = (y.flatten(0, -2) for y in (x, index, weights))
         return experts_interface(self, *rows).view(x.shape)
-
-
-layouts.LAYOUTS[Experts] = layouts.experts
 
 
 def balancing_loss(probabilities: T, index: T, mask: T | None = None) -> T:

@@ -31,11 +31,12 @@ from opacus_ext.data.draws import Counted, Draws
 from opacus_ext.data.logical import seeded
 from opacus_ext.grad_sample.adapter.inputs import InputReader
 from opacus_ext.grad_sample.adapter.passes import Passes, mark
-from opacus_ext.ledger import note_broken
+from opacus_ext.ledger import ledger_of, note_broken
 from opacus_ext.optimizers.draws import DrawCounter, state_of
 from opacus_ext.optimizers.optimizer import ClippingOptimizer
 from opacus_ext.private_torch import tree_leaves
 from opacus_ext.refused import Refused, warn_once
+from opacus_ext.views import view_of
 
 # -- the loader ------------------------------------------------------------------------
 
@@ -223,12 +224,14 @@ def watch_loader(
         counter.begin(0 if is_split else ahead)
         return Counted(batches_of(self, is_split), own(), counter)
 
-    # Python looks the method up on the class, so the sampler gets a class of its own.
+    # Python looks the method up on the class, so the loader gets a sampler of a class
+    # of its own. It has all attributes of the one before, which stays as it is.
     watched = type(kind.__name__, (kind,), {"__iter__": begin})
-    if isinstance(batches, (list, tuple)):  # whose class is fixed
-        vars(loader)["batch_sampler"] = watched(batches)
+    if isinstance(batches, (list, tuple)):
+        sampler = watched(batches)
     else:
-        batches.__class__ = watched
+        sampler = view_of(batches, watched)
+    vars(loader)["batch_sampler"] = sampler
 
 
 def _rate_of(sampler: Any) -> Optional[float]:
@@ -275,10 +278,16 @@ class LoopMonitor:
         records: int,
         rate: Optional[float],
     ):
-        self.engine, self.module = weakref.ref(engine), weakref.ref(module)
+        self.module = weakref.ref(module)
+        # Each method of Opacus's engine runs in a new view of it, with its ledger.
+        self._ledger = weakref.ref(ledger_of(engine))
         self.records = records
         self.rate = rate if rate is not None and 0 < rate < 1 else None
         self.stepping = False  # True while the DP optimizer takes its step
+
+    def is_of_another(self, engine: PrivacyEngine) -> bool:
+        """Returns True if the model was made private by another engine."""
+        return self._ledger() not in (None, ledger_of(engine))
 
     @property
     def active(self) -> bool:

@@ -211,6 +211,6 @@ def test_validator_leaves_it_alone(layer):
 def test_modes_of_opacus_refuse_it(wrap, layer):
     model = nn.ModuleDict({"layer": layer})
     with pytest.raises(Exception, match=type(layer).__name__) as info:
-        make_private(model, "ew", wrap, batch_size=4)
+        make_private(model, "no_op", wrap, batch_size=4)
     assert not isinstance(info.value, CRASHES), info.value
     assert "forward" not in vars(layer) and not layer._forward_hooks

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from contextvars import ContextVar
-from typing import Any, Iterable
+from typing import Any, Callable, Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -14,6 +13,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel as DDP
 
+from opacus_ext.grad_sample.adapter.inputs import InputReader
 from opacus_ext.grad_sample.adapter.model import Mode, PrivateModel
 from opacus_ext.grad_sample.adapter.settings import settings_of
 from opacus_ext.grad_sample.core.sharded import refuse_shards, refuse_tensor_parallel
@@ -24,9 +24,6 @@ from opacus_ext.grad_sample.rules.embedding import refuse_embedding
 from opacus_ext.refused import Refused
 
 MEMORY_MANAGER = "opacus.utils.batch_memory_manager.BatchMemoryManager"
-
-#: Arguments of make_private beyond Opacus's own, while it runs.
-settings: ContextVar[dict[str, Any]] = ContextVar("settings", default={})
 
 
 def refuse(module: nn.Module, mode: str = "ghost") -> None:
@@ -75,6 +72,7 @@ class PrivateMode(Mode):
     """The base of all modes, mixed into Opacus's classes."""
 
     private: PrivateModel
+    on_nonfinite = "drop"
 
     def add_hooks(
         self,
@@ -92,14 +90,12 @@ class PrivateMode(Mode):
                 "cleanup() before.",
             )
         refuse(module)
-        options = {"on_nonfinite": "drop", **settings.get()}
-        self.on_nonfinite = options.pop("on_nonfinite")
         kind: type[PrivateModel] = PrivateModel
         if isinstance(module, FSDPModule):
             kind = ShardedModel
         elif find_group(module.modules()) is not None:
             kind = ParallelModel
-        self.private = kind(module, self, batch_first, **options)
+        self.private = kind(module, self, batch_first)
         self.private.check_hooks()
         handles = Handles([Attachment(self.private, module)])
         if isinstance(self, nn.Module):
@@ -264,9 +260,8 @@ class ByHand:
         cls,
         module: nn.Module,
         kind: type,
-        batch_first: bool = True,
-        loss_reduction: str = "mean",
-        **others: Any,
+        batch_first: bool,
+        loss_reduction: str,
     ) -> ByHand | None:
         """Returns a wrapper of a kind of mode, with these arguments; otherwise None."""
         stock = type(module)
@@ -310,6 +305,19 @@ def private_model_of(module: nn.Module) -> PrivateModel | None:
         if isinstance(handle, Attachment):
             return handle.private
     return None
+
+
+def set_options(
+    module: nn.Module,
+    take: Callable[[Any, int], Any] | None,
+    shared: Sequence[str],
+    on_nonfinite: str,
+) -> None:
+    """Sets the arguments of make_private that Opacus does not know, if it is private"""
+    private = private_model_of(module)
+    if private is not None:
+        vars(private.mode)["on_nonfinite"] = on_nonfinite
+        private.inputs = InputReader(module, private.batch_dim, take, shared)
 
 
 def not_called(private: PrivateModel) -> Refused:

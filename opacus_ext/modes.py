@@ -1,0 +1,191 @@
+"""The modes of ``make_private``: their classes, and what each of them refuses."""
+
+from __future__ import annotations
+
+from typing import Any, Dict, NamedTuple, Optional, Type
+
+import opacus.grad_sample
+import torch.distributed as dist
+from opacus.distributed import DifferentiallyPrivateDistributedDataParallel as DPDDP
+from opacus.grad_sample import (
+    GradSampleHooks,
+    GradSampleHooksFastGradientClipping,
+    GradSampleModule,
+    GradSampleModuleFastGradientClipping,
+)
+from torch import nn
+from torch.optim import Optimizer
+
+from opacus_ext import misuse, peft
+from opacus_ext.clipping import find_clipping
+from opacus_ext.grad_sample.modes import common
+from opacus_ext.grad_sample.modes.auto import Auto
+from opacus_ext.grad_sample.modes.ghost import (
+    BookKeeping,
+    ClippedCriterion,
+    Ghost,
+    Scan,
+)
+from opacus_ext.grad_sample.modes.hooks import GradSampleMode
+from opacus_ext.grad_sample.parallel.sharding import find_group
+from opacus_ext.optimizers.distributed import (
+    DistributedGhostDPOptimizer,
+    DistributedHooksDPOptimizer,
+)
+from opacus_ext.optimizers.optimizer import (
+    GhostDPOptimizer,
+    HooksDPOptimizer,
+    optimizer_class,
+)
+from opacus_ext.refused import Refused
+from opacus_ext.validators import TRAINED_AS_IS
+
+
+class Mode(NamedTuple):
+    """The classes of a ``grad_sample_mode``."""
+
+    module: Type[nn.Module]
+    hooks: type
+    optimizer: type
+    distributed: type
+    criterion: Optional[type] = None  # if the mode returns one
+
+
+_RECORDING = common.classes(GradSampleMode, GradSampleHooks, GradSampleModule)
+_FAST = GradSampleHooksFastGradientClipping, GradSampleModuleFastGradientClipping
+_GHOST = GhostDPOptimizer, DistributedGhostDPOptimizer, ClippedCriterion
+_HOOKS_MODE = Mode(*_RECORDING, HooksDPOptimizer, DistributedHooksDPOptimizer)
+_GHOST_MODE = Mode(*common.classes(Ghost, *_FAST), *_GHOST)
+#: The modes of this package. Any other is Opacus's own.
+MODES: Dict[str, Mode] = {
+    "hooks": _HOOKS_MODE,
+    "functorch": _HOOKS_MODE,
+    "ghost": _GHOST_MODE,
+    "ghost_bk": Mode(*common.classes(BookKeeping, *_FAST), *_GHOST),
+    "scan": Mode(*common.classes(Scan, *_FAST), *_GHOST),
+    "auto": Mode(*common.classes(Auto, *_FAST), *_GHOST),
+}
+#: Modes of Opacus that compute the same as one of ours, which takes their place.
+_SAME = {"ew": "hooks", "ghost_fsdp": "ghost"}
+_OF_OPACUS = ("flat", "per_layer", "adaptive")  # its own clipping functions
+
+
+def find_mode(name: Any) -> Optional[Mode]:
+    """Returns our mode of this name; None for one of Opacus's. Refuses unknown ones."""
+    mode = MODES.get(_SAME.get(name, name))
+    if mode is None:
+        try:
+            opacus.grad_sample.get_gsm_class(name)
+        except ValueError:
+            names = (*MODES, *_SAME, "no_op")
+            raise Refused(
+                f"Unexpected grad_sample_mode: {name!r}. There are {', '.join(names)}.",
+                parameter="grad_sample_mode",
+                remedy=misuse.closest(str(name), names, 'Take "auto" if in doubt.'),
+            ) from None
+    return mode
+
+
+def find_optimizer(mode: Mode, clipping: Any, distributed: bool) -> type:
+    """Returns the class of the optimizer of one of our modes."""
+    base = mode.distributed if distributed else mode.optimizer
+    return optimizer_class(base, find_clipping(clipping))
+
+
+def refuse_unfit(
+    module: nn.Module,
+    is_new: bool,
+    optimizer: Optimizer,
+    grad_sample_mode: str,
+    clipping: Any,
+    own_criterion: bool,
+) -> None:
+    """
+    Refuses what can't be trained in a mode.
+
+    Args:
+        is_new: False for a model that is private already
+        own_criterion: True for an engine with a criterion of its own
+    """
+    mode = find_mode(grad_sample_mode)
+    _refuse_sharded(module, grad_sample_mode, clipping, own_criterion)
+    if mode is None:
+        _refuse_trained_as_is(module, grad_sample_mode)
+        if clipping not in _OF_OPACUS:
+            raise Refused(
+                f"clipping={clipping!r} is for the modes {', '.join(MODES)}; got "
+                f"grad_sample_mode={grad_sample_mode!r}.",
+                parameter="clipping",
+                remedy="Choose one of these modes, or "
+                f"{', '.join(map(repr, _OF_OPACUS))} clipping.",
+            )
+        return
+    if clipping != "adaptive":
+        find_clipping(clipping)
+    elif mode.criterion is not None:
+        raise Refused(
+            f'grad_sample_mode="{grad_sample_mode}" has no adaptive clipping; got '
+            f"clipping={clipping!r}.",
+            parameter="clipping",
+            remedy='Use grad_sample_mode="hooks", or "ghost" of Opacus\'s '
+            "PrivacyEngineAdaptiveClipping without clipping=.",
+        )
+    if is_new:
+        common.refuse(module, grad_sample_mode)
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    peft.refuse(module, params)
+    if not any(p.requires_grad for p in params):
+        raise Refused(
+            "The optimizer has no trainable parameter: all of its parameters are "
+            "frozen.",
+            parameter="optimizer",
+            remedy="Build it from parameters that require gradients, after "
+            "adapters were added (get_peft_model, without inference_mode).",
+        )
+
+
+def _refuse_sharded(
+    module: nn.Module, mode: str, clipping: Any, own_criterion: bool
+) -> None:
+    """Refuses experts sharded over processes where they can't be trained exactly."""
+    group = find_group(module.modules())
+    if group is None:
+        return
+    modes = ["ghost", "ghost_bk"]  # all samples send at once
+    if own_criterion or mode not in modes or clipping == "adaptive":
+        raise Refused(
+            "Experts spread over processes are trained in the modes "
+            f"{', '.join(modes)} of PrivacyEngine, without adaptive clipping; got "
+            f"grad_sample_mode={mode!r}, clipping={clipping!r}"
+            f"{' of another engine' if own_criterion else ''}.",
+            parameter="grad_sample_mode",
+            remedy="Choose one of these modes and another clipping, or train the model "
+            "without opacus_ext.distributed.expert_parallel.",
+        )
+    if not isinstance(module, DPDDP):
+        raise Refused(
+            f"{type(module).__name__} has experts that are spread over processes.",
+            module=type(module).__name__,
+            remedy="Pass what opacus_ext.distributed.expert_parallel has returned.",
+        )
+    if group.size != dist.get_world_size():
+        raise Refused(
+            f"The experts are spread over {group.size} of {dist.get_world_size()} "
+            "processes.",
+            remedy="Call opacus_ext.distributed.expert_parallel without a group.",
+        )
+
+
+def _refuse_trained_as_is(module: nn.Module, mode: str) -> None:
+    """Refuses layers that only our own modes can train."""
+    for name, layer in module.named_modules():
+        trained = any(p.requires_grad for p in layer.parameters())
+        if trained and type(layer) in TRAINED_AS_IS:
+            what = f"{name or 'the model'} ({type(layer).__name__})"
+            raise Refused(
+                f"{what} is trained as it is in the modes {', '.join(MODES)} of "
+                f"PrivacyEngine alone; got grad_sample_mode={mode!r}.",
+                module=what,
+                remedy="Choose one of them, or replace the layer by that of "
+                f"opacus.layers, DP{type(layer).__name__}.",
+            )
