@@ -40,13 +40,14 @@ from opacus_ext.grad_sample.modes import common
 from opacus_ext.grad_sample.modes.adaptive import AdaptiveCriterion
 from opacus_ext.grad_sample.modes.ghost import ClippedCriterion
 from opacus_ext.ledger import ledger_of, note_trained, with_steps
-from opacus_ext.modes import find_mode, find_optimizer, refuse_unfit
+from opacus_ext.modes import find_mode, find_optimizer, name_of, refuse_unfit
 from opacus_ext.optimizers.banded import Banded, BandedNoise, choose_bands
 from opacus_ext.optimizers.loop import watch_loader, watch_steps
 from opacus_ext.refused import Refused
 from opacus_ext.runs import add_run, runs_of
 from opacus_ext.secure import SecureSource
 from opacus_ext.statement import privacy_statement
+from opacus_ext.supported import Run, kind_of, refuse
 
 INDEPENDENT = "independent"  # noise of each step
 
@@ -169,10 +170,9 @@ class PrivacyEngine(opacus.PrivacyEngine):
         misuse.check_arguments(
             self, _ARGUMENTS, module=module, data_loader=data_loader, **given
         )
-        refuse_unfit(
-            module, is_new, optimizer, grad_sample_mode, clipping, _is_other(self)
-        )
-        correlated = self._correlated(noise, module, grad_sample_mode, clipping)
+        self._refuse_unsupported(module, noise, grad_sample_mode, clipping)
+        refuse_unfit(module, is_new, optimizer, grad_sample_mode, clipping)
+        correlated = self._correlated(noise)
         place = _place_of(module)
         sampling = self._sampling(sampling, correlated, module, data_loader, **given)
         loader = data_loader
@@ -337,9 +337,22 @@ class PrivacyEngine(opacus.PrivacyEngine):
 
     # -- parts of make_private ---------------------------------------------------------
 
-    def _correlated(
-        self, noise: Union[str, Banded], module: nn.Module, mode: str, clipping: Any
-    ) -> Optional[BandedNoise]:
+    def _refuse_unsupported(
+        self, module: nn.Module, noise: Union[str, Banded], mode: str, clipping: Any
+    ) -> None:
+        """Refuses what the table in supported.py does not have."""
+        kind = INDEPENDENT if noise == INDEPENDENT else "banded"
+        run = Run(
+            model=kind_of(module),
+            mode=name_of(mode),
+            clipping=clipping,
+            noise="secure" if self.secure_mode else kind,
+        )
+        if type(self)._prepare_criterion is not PrivacyEngine._prepare_criterion:
+            run = run._replace(front_end="PrivacyEngineAdaptiveClipping")
+        refuse(run, type(module).__name__)
+
+    def _correlated(self, noise: Union[str, Banded]) -> Optional[BandedNoise]:
         """Makes the noise that the optimizer is to add; None if it is independent."""
         if noise == INDEPENDENT:
             return None
@@ -350,13 +363,6 @@ class PrivacyEngine(opacus.PrivacyEngine):
                 remedy="Give opacus_ext.optimizers.Banded(bands, steps), or leave it "
                 'to make_private_with_epsilon(noise="banded") to choose one.',
             )
-        if isinstance(module, FSDPModule):
-            raise Refused(
-                "Correlated noise is not drawn for models sharded by fully_shard.",
-                parameter="noise",
-                remedy="Leave noise out.",
-            )
-        self._refuse_noise_of_opacus("noise", mode, clipping)
         return BandedNoise(noise)
 
     def _sampling(
@@ -367,16 +373,13 @@ class PrivacyEngine(opacus.PrivacyEngine):
         data_loader: DataLoader,
         *,
         poisson_sampling: bool,
-        grad_sample_mode: str,
-        clipping: Any,
         **others: Any,
     ) -> Optional[Sampling]:
         """Chooses how batches are drawn; None for Opacus's own loader, or the given."""
         if correlated is not None:
             sampling = _cyclic(sampling, correlated.bands, data_loader)
         if self.secure_mode:
-            self._refuse_insecure(correlated, module, poisson_sampling)
-            self._refuse_noise_of_opacus("secure_mode", grad_sample_mode, clipping)
+            _refuse_insecure(correlated, poisson_sampling)
             sampling = sampling or _stock_sampling(data_loader)
         if sampling is not None:
             _check_sampling(sampling, poisson_sampling)
@@ -387,37 +390,6 @@ class PrivacyEngine(opacus.PrivacyEngine):
         if _place_of(module) is not None and poisson_sampling:
             return Poisson(sample_rate=1 / len(data_loader))
         return None
-
-    def _refuse_noise_of_opacus(self, parameter: str, mode: str, clipping: Any) -> None:
-        """Refuses an optimizer or a criterion that is not one of this package's."""
-        if find_mode(mode) is None or clipping == "adaptive" or _is_other(self):
-            raise Refused(
-                f"grad_sample_mode={mode!r} of {type(self).__name__} with "
-                f"clipping={clipping!r} draws its noise in Opacus, where it is "
-                "independent and not secure.",
-                parameter=parameter,
-                remedy='Take grad_sample_mode="auto" or "hooks" of '
-                'opacus.PrivacyEngine, and another clipping than "adaptive".',
-            )
-
-    @staticmethod
-    def _refuse_insecure(
-        correlated: Optional[BandedNoise], module: nn.Module, poisson_sampling: bool
-    ) -> None:
-        """Refuses what would draw noise or batches from another source."""
-        if _place_of(module) is not None:
-            what = f"{type(module).__name__} of several processes"
-        elif correlated is not None:
-            what = "Correlated noise"
-        elif not poisson_sampling:
-            what = "poisson_sampling=False, which leaves the loader as it is,"
-        else:
-            return
-        raise Refused(
-            f"{what} has no secure mode.",
-            parameter="secure_mode",
-            remedy="Leave it out, or train without secure mode.",
-        )
 
     def _with_criterion(
         self,
@@ -477,11 +449,6 @@ class PrivacyEngine(opacus.PrivacyEngine):
 
 
 _ARGUMENTS = inspect.signature(PrivacyEngine.make_private).parameters
-
-
-def _is_other(engine: opacus.PrivacyEngine) -> bool:
-    """Returns True for a subclass with a criterion of its own (adaptive clipping)."""
-    return type(engine)._prepare_criterion is not PrivacyEngine._prepare_criterion
 
 
 # -- the model -------------------------------------------------------------------------
@@ -690,6 +657,21 @@ def _check_sampling(sampling: Any, poisson_sampling: bool) -> None:
             "replaces it.",
             parameter="poisson_sampling",
             remedy="Leave one of them out.",
+        )
+
+
+def _refuse_insecure(correlated: Optional[BandedNoise], poisson_sampling: bool) -> None:
+    """Refuses what would draw noise or batches from another source in secure mode."""
+    what = None
+    if correlated is not None:
+        what = "Correlated noise"
+    elif not poisson_sampling:
+        what = "poisson_sampling=False, which leaves the loader as it is,"
+    if what is not None:
+        raise Refused(
+            f"{what} has no secure mode.",
+            parameter="secure_mode",
+            remedy="Leave it out, or train without secure mode.",
         )
 
 

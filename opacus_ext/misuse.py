@@ -84,14 +84,6 @@ def check_arguments(
     several = isinstance(max_grad_norm, (list, tuple))
     for bound in max_grad_norm if several else [max_grad_norm]:
         check_number("max_grad_norm", bound)
-    if any(isinstance(part, nn.DataParallel) for part in module.modules()):
-        raise Refused(
-            "DataParallel loses per-sample gradients with the copies of the model that "
-            "it makes.",
-            parameter="module",
-            remedy="Pass the model itself; for several devices one process each, with "
-            "opacus.distributed.DifferentiallyPrivateDistributedDataParallel.",
-        )
     _check_optimizer(engine, optimizer, module)
     check_loader(engine, data_loader, poisson_sampling)
     reduction = getattr(criterion, "reduction", loss_reduction)

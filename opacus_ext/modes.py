@@ -67,12 +67,11 @@ MODES: Dict[str, Mode] = {
 }
 #: Modes of Opacus that compute the same as one of ours, which takes their place.
 _SAME = {"ew": "hooks", "ghost_fsdp": "ghost"}
-_OF_OPACUS = ("flat", "per_layer", "adaptive")  # its own clipping functions
 
 
 def find_mode(name: Any) -> Optional[Mode]:
     """Returns our mode of this name; None for one of Opacus's. Refuses unknown ones."""
-    mode = MODES.get(_SAME.get(name, name))
+    mode = MODES.get(name_of(name))
     if mode is None:
         try:
             opacus.grad_sample.get_gsm_class(name)
@@ -84,6 +83,11 @@ def find_mode(name: Any) -> Optional[Mode]:
                 remedy=misuse.closest(str(name), names, 'Take "auto" if in doubt.'),
             ) from None
     return mode
+
+
+def name_of(name: Any) -> Any:
+    """Returns the name of the mode that runs under this name."""
+    return _SAME.get(name, name)
 
 
 def find_optimizer(mode: Mode, clipping: Any, distributed: bool) -> type:
@@ -98,40 +102,21 @@ def refuse_unfit(
     optimizer: Optimizer,
     grad_sample_mode: str,
     clipping: Any,
-    own_criterion: bool,
 ) -> None:
     """
-    Refuses what can't be trained in a mode.
+    Refuses a model, or an optimizer, that can't be trained in a mode.
 
     Args:
         is_new: False for a model that is private already
-        own_criterion: True for an engine with a criterion of its own
     """
-    mode = find_mode(grad_sample_mode)
-    _refuse_sharded(module, grad_sample_mode, clipping, own_criterion)
-    if mode is None:
+    _refuse_sharded(module)
+    if find_mode(grad_sample_mode) is None:
         _refuse_trained_as_is(module, grad_sample_mode)
-        if clipping not in _OF_OPACUS:
-            raise Refused(
-                f"clipping={clipping!r} is for the modes {', '.join(MODES)}; got "
-                f"grad_sample_mode={grad_sample_mode!r}.",
-                parameter="clipping",
-                remedy="Choose one of these modes, or "
-                f"{', '.join(map(repr, _OF_OPACUS))} clipping.",
-            )
         return
     if clipping != "adaptive":
         find_clipping(clipping)
-    elif mode.criterion is not None:
-        raise Refused(
-            f'grad_sample_mode="{grad_sample_mode}" has no adaptive clipping; got '
-            f"clipping={clipping!r}.",
-            parameter="clipping",
-            remedy='Use grad_sample_mode="hooks", or "ghost" of Opacus\'s '
-            "PrivacyEngineAdaptiveClipping without clipping=.",
-        )
     if is_new:
-        common.refuse(module, grad_sample_mode)
+        common.refuse(module)
     params = [p for group in optimizer.param_groups for p in group["params"]]
     peft.refuse(module, params)
     if not any(p.requires_grad for p in params):
@@ -144,24 +129,11 @@ def refuse_unfit(
         )
 
 
-def _refuse_sharded(
-    module: nn.Module, mode: str, clipping: Any, own_criterion: bool
-) -> None:
-    """Refuses experts sharded over processes where they can't be trained exactly."""
+def _refuse_sharded(module: nn.Module) -> None:
+    """Refuses experts that are spread over processes in another way than here."""
     group = find_group(module.modules())
     if group is None:
         return
-    modes = ["ghost", "ghost_bk"]  # all samples send at once
-    if own_criterion or mode not in modes or clipping == "adaptive":
-        raise Refused(
-            "Experts spread over processes are trained in the modes "
-            f"{', '.join(modes)} of PrivacyEngine, without adaptive clipping; got "
-            f"grad_sample_mode={mode!r}, clipping={clipping!r}"
-            f"{' of another engine' if own_criterion else ''}.",
-            parameter="grad_sample_mode",
-            remedy="Choose one of these modes and another clipping, or train the model "
-            "without opacus_ext.distributed.expert_parallel.",
-        )
     if not isinstance(module, DPDDP):
         raise Refused(
             f"{type(module).__name__} has experts that are spread over processes.",

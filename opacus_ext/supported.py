@@ -20,9 +20,10 @@ class Run(NamedTuple):
     What a run is made of, by the words of :data:`CHOICES`.
 
     Attributes:
-        front_end: what makes the model private
+        front_end: what makes the model private: ``make_private`` of PrivacyEngine or
+            of an engine with a criterion of its own, or a trainer
         model: what the model is wrapped in, or how processes share it
-        mode: ``grad_sample_mode``
+        mode: ``grad_sample_mode``; "no_op" is Opacus's own
         clipping: ``clipping``; what a user has registered counts as "flat"
         noise: "independent" from step to step; "banded", which is correlated; or
             "secure", drawn in the secure mode of the engine
@@ -37,11 +38,13 @@ class Run(NamedTuple):
 
 _PER_SAMPLE = "hooks", "functorch"
 _GHOST = "ghost", "ghost_bk", "scan", "auto"
+_ADAPTIVE = "PrivacyEngineAdaptiveClipping"
+_TRAINERS = "PrivateTrainer", "PrivacyCallback"
 _SEVERAL = "DistributedDataParallel", "fully_shard", "expert_parallel"
 
 #: The words for each part of a run.
 CHOICES: Dict[str, Tuple[str, ...]] = {
-    "front_end": ("make_private", "PrivateTrainer", "PrivacyCallback"),
+    "front_end": ("make_private", _ADAPTIVE, *_TRAINERS),
     "model": (
         "one process",
         *_SEVERAL,
@@ -109,7 +112,7 @@ GAPS = (
     ),
     Gap(
         {
-            "front_end": ("PrivateTrainer", "PrivacyCallback"),
+            "front_end": _TRAINERS,
             "model": ("expert_parallel",),
         },
         "model",
@@ -134,14 +137,14 @@ GAPS = (
         "opacus_ext.distributed.expert_parallel.",
     ),
     Gap(
-        {"front_end": ("PrivateTrainer", "PrivacyCallback"), "noise": ("banded",)},
+        {"front_end": _TRAINERS, "noise": ("banded",)},
         "noise",
         "Trainers have no correlated noise, which is accounted for draws of "
         "CyclicPoisson, from the parts of the data set in turn.",
         "Leave noise out, or write the training loop yourself, with make_private.",
     ),
     Gap(
-        {"front_end": ("PrivateTrainer", "PrivacyCallback"), "noise": ("secure",)},
+        {"front_end": _TRAINERS, "noise": ("secure",)},
         "secure_mode",
         "Trainers have no secure mode: their checkpoints hold the state of the noise.",
         "Write the training loop yourself, with make_private.",
@@ -162,8 +165,9 @@ GAPS = (
         {"clipping": ("adaptive",), "mode": _GHOST},
         "clipping",
         "This mode has no adaptive clipping, which needs per-sample gradients.",
-        'Use grad_sample_mode="hooks", or "ghost" of Opacus\'s '
-        "PrivacyEngineAdaptiveClipping without clipping=.",
+        'Use grad_sample_mode="hooks", or "ghost" of '
+        "opacus.utils.adaptive_clipping.PrivacyEngineAdaptiveClipping without "
+        "clipping=.",
     ),
     Gap(
         {"clipping": ("adaptive",), "model": _SEVERAL},
@@ -185,6 +189,49 @@ GAPS = (
         "PrivateTrainer has no adaptive clipping: its checkpoints would not hold the "
         "bound.",
         'Choose another clipping, such as "automatic", which needs no bound.',
+    ),
+    Gap(
+        {"front_end": (_ADAPTIVE,), "model": _SEVERAL},
+        "module",
+        "The adaptive clipping of Opacus is for one process: each would adapt a bound "
+        "of its own.",
+        "Take opacus.PrivacyEngine.",
+    ),
+    Gap(
+        {"front_end": (_ADAPTIVE,), "noise": ("banded", "secure")},
+        "noise",
+        "The adaptive clipping of Opacus changes the noise multiplier, which noise "
+        "that is correlated or secure can't follow.",
+        "Take opacus.PrivacyEngine.",
+    ),
+    Gap(
+        {
+            "front_end": (_ADAPTIVE,),
+            "mode": _GHOST,
+            "clipping": ("per_layer", "automatic", "normalized"),
+        },
+        "clipping",
+        "The adaptive clipping of Opacus is flat.",
+        "Leave clipping out.",
+    ),
+    Gap(
+        {"front_end": (_ADAPTIVE,), "mode": ("scan", "auto")},
+        "grad_sample_mode",
+        "The bound of adaptive clipping takes the norms of all samples at once.",
+        'Use grad_sample_mode="ghost" or "ghost_bk".',
+    ),
+    Gap(
+        {"mode": ("no_op",), "noise": ("banded", "secure")},
+        "grad_sample_mode",
+        'Mode "no_op" draws its noise in Opacus, where it is independent and not '
+        "secure.",
+        "Choose another mode.",
+    ),
+    Gap(
+        {"mode": ("no_op",), "clipping": ("automatic", "normalized")},
+        "clipping",
+        'Mode "no_op" has the clipping of Opacus alone.',
+        'Choose another mode, or "flat", "per_layer" or "adaptive".',
     ),
 )
 

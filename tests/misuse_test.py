@@ -169,7 +169,7 @@ ARGUMENTS = {
         "reduction='sum', and make_private loss_reduction='mean'",
     ),
     "LBFGS": ({"sgd": torch.optim.LBFGS}, "LBFGS.*several times.*one grad"),
-    "DataParallel": ({"module": nn.DataParallel(net())}, "DataParallel.*one process e"),
+    "DataParallel": ({"module": nn.DataParallel(net())}, "DataParallel.*one process for each"),
     "layer replaced": (replaced(), "different than optimizer Parameters"),
     "frozen": ({"module": net().requires_grad_(False)}, "no trainable parameter"),
     "evaluation mode": ({"module": net().eval()}, r"call model\.train\(\)"),

@@ -677,7 +677,7 @@ def _adaptive(mode, wrap=True, model=None, **kwargs):
 
 
 @wrapped_or_not
-@pytest.mark.parametrize("mode", ["ghost", "ghost_bk", "ghost_fsdp", "auto"])
+@pytest.mark.parametrize("mode", ["ghost", "ghost_bk", "ghost_fsdp"])
 def test_adaptive_clipping(mode, wrap):
     """Each sample is clipped at a bound that the noisy share of longer ones has set."""
     torch.manual_seed(0)
@@ -716,12 +716,22 @@ def test_adaptive_clipping_adds_more_noise():
     assert optimizer.noise_multiplier == 3.0  # which is accounted
 
 
+class Branching(nn.Linear):
+    """A linear map that asks for its data."""
+
+    def forward(self, x):
+        y = super().forward(x)
+        return y if x.sum() > 0 else -y
+
+
 def test_adaptive_clipping_of_a_batch_in_parts():
-    """Samples one by one, parts of a logical batch: no bound has seen all norms."""
-    _, called, _, criterion, loader = _adaptive("scan")
-    ((x, y),) = loader
+    """No bound has seen all norms."""
+    branching = Branching(3, 2).double()
+    _, called, _, criterion, _ = _adaptive("ghost", model=branching)
     with pytest.raises(Refused, match="several groups, or one by one"):
-        criterion(called(x), y).backward()
+        criterion(
+            called(torch.randn(40, 3).double()), torch.zeros(40).long()
+        ).backward()
     _, called, optimizer, criterion, loader = _adaptive("ghost")
     given = dict(max_physical_batch_size=20, optimizer=optimizer)
     with BatchMemoryManager(data_loader=loader, **given) as parts:
@@ -730,5 +740,3 @@ def test_adaptive_clipping_of_a_batch_in_parts():
                 optimizer.zero_grad()
                 criterion(called(x), y).backward()
                 optimizer.step()
-    with pytest.raises(Refused, match="Adaptive clipping is flat; got 'automatic'"):
-        _adaptive("ghost", clipping="automatic")

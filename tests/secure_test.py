@@ -380,7 +380,7 @@ def test_what_is_not_secure_is_refused(mode, kwargs, message):
 def test_several_processes_are_refused():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        with pytest.raises(Refused, match="DataParallel of several processes"):
+        with pytest.raises(Refused, match="several processes has no secure mode"):
             Run(module=DDP(nn.Linear(4, 2)))
     finally:
         dist.destroy_process_group()

@@ -9,6 +9,7 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
+from opacus.utils.adaptive_clipping import PrivacyEngineAdaptiveClipping
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -21,7 +22,7 @@ from opacus_ext import PrivacyEngine, Refused
 from opacus_ext.distributed import expert_parallel
 from opacus_ext.layers import TopKFeedForward
 from opacus_ext.optimizers import Banded
-from opacus_ext.supported import CHOICES, GAPS, every_run, find_gap, kind_of
+from opacus_ext.supported import CHOICES, GAPS, Run, every_run, find_gap, kind_of
 from opacus_ext.trainer import PrivacyArguments, PrivateTrainer
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -79,14 +80,20 @@ def train(run):
     params = list(model.parameters())
     before = [p.detach().clone() for p in params]
     data = TensorDataset(torch.randn(12, 3), torch.randint(2, (12,)))
-    per_layer, adaptive = run.clipping == "per_layer", run.clipping == "adaptive"
+    per_layer = run.clipping == "per_layer"
+    by_itself = run.front_end == "PrivacyEngineAdaptiveClipping"
+    engine = (PrivacyEngineAdaptiveClipping if by_itself else PrivacyEngine)(
+        secure_mode=run.noise == "secure"
+    )
+    adaptive = by_itself and run.mode not in ("hooks", "functorch")
+    adaptive = adaptive or run.clipping == "adaptive"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        made = PrivacyEngine(secure_mode=run.noise == "secure").make_private(
+        made = engine.make_private(
             module=model,
             optimizer=torch.optim.SGD(params, lr=0.1),
             data_loader=DataLoader(data, batch_size=4),
-            noise_multiplier=1.0,
+            noise_multiplier=0.01,  # adaptive clipping asks for batches of 10 times it
             max_grad_norm=[1.0] * len(params) if per_layer else 1.0,
             grad_sample_mode=run.mode,
             clipping=run.clipping,
@@ -94,6 +101,8 @@ def train(run):
             criterion=nn.CrossEntropyLoss(),
             **(ADAPTIVE if adaptive else {}),
         )
+        if run.mode == "no_op":
+            return len(params)
         model, optimizer, *criterion, loader = made
         for x, y in itertools.islice(loader, 2):
             optimizer.zero_grad()
@@ -104,11 +113,11 @@ def train(run):
 
 
 @pytest.mark.parametrize("model", CHOICES["model"])
-def test_every_run_of_make_private(model):
-    """What the table has is refused in its words, before anything is changed; all
-    else is trained."""
+@pytest.mark.parametrize("engine", ["make_private", "PrivacyEngineAdaptiveClipping"])
+def test_every_run_of_an_engine(engine, model):
+    """What the table has is refused in its words, and all else is trained."""
     assert kind_of(model_of(model)) == model
-    for run in every_run(front_end="make_private", model=model):
+    for run in every_run(front_end=engine, model=model):
         gap = find_gap(run)
         if gap is None:
             assert train(run) == len(list(model_of(model).parameters())), run
@@ -149,7 +158,16 @@ def test_every_run_of_private_trainer(model, tmp_path):
 
 def test_no_gap_is_hidden_by_others():
     """Each is the reason why some run is refused."""
-    assert {id(find_gap(run)) for run in every_run()} >= set(map(id, GAPS))
+    runs = [*every_run(), *every_run(mode="no_op")]
+    assert {id(find_gap(run)) for run in runs} >= set(map(id, GAPS))
+
+
+@pytest.mark.parametrize(
+    "parts", [{"noise": "banded"}, {"noise": "secure"}, {"clipping": "automatic"}]
+)
+def test_what_the_mode_of_opacus_does_not_have(parts):
+    with pytest.raises(Refused, match='Mode "no_op"'):
+        train(Run(mode="no_op", **parts))
 
 
 def test_the_page_is_that_of_the_table():

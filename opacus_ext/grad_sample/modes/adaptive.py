@@ -27,12 +27,6 @@ class AdaptiveCriterion(ClippedCriterion):
         optimizer: Any = given.optimizer
         parts = given.module, optimizer, given.criterion, given.loss_reduction
         super().__init__(*parts)
-        if optimizer.clipping is not CLIPPINGS["flat"]:
-            raise Refused(
-                f"Adaptive clipping is flat; got {optimizer.clipping.name!r}.",
-                parameter="clipping",
-                remedy="Leave clipping out.",
-            )
         # Opacus has the formula in its class of losses.
         formula = stock.DPTensorFastGradientAdaptiveClipping(
             given.module,

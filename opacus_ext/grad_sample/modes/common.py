@@ -26,17 +26,9 @@ from opacus_ext.refused import Refused
 MEMORY_MANAGER = "opacus.utils.batch_memory_manager.BatchMemoryManager"
 
 
-def refuse(module: nn.Module, mode: str = "ghost") -> None:
+def refuse(module: nn.Module) -> None:
     """Refuses a module with parts that can't be trained privately."""
     sharded = [part for part in module.modules() if isinstance(part, FSDPModule)]
-    if sharded and mode in ("hooks", "functorch"):
-        what = f"the model ({type(module).__name__})"
-        raise Refused(
-            f"{what} is sharded by fully_shard (FSDP2), and mode {mode!r} has whole "
-            "gradients of every sample.",
-            module=what,
-            remedy='Use grad_sample_mode="ghost_bk".',
-        )
     if sharded:
         refuse_shards(type(module).__name__, module, sharded)
     else:
