@@ -7,7 +7,6 @@ It overrides methods by inheritance. ``registry.py`` lets Opacus's own engine ca
 
 from __future__ import annotations
 
-import functools
 import inspect
 import math
 import warnings
@@ -17,34 +16,37 @@ from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tupl
 import opacus
 import torch
 import torch.distributed as dist
-from opacus.accountants.accountant import IAccountant
 from opacus.distributed import DifferentiallyPrivateDistributedDataParallel as DPDDP
 from opacus.grad_sample import AbstractGradSampleModule
 from opacus.grad_sample.gsm_base import OPACUS_PARAM_MONKEYPATCH_ATTRS
 from opacus.optimizers import DPOptimizer
 from opacus.utils.adaptive_clipping import DPLossFastGradientAdaptiveClipping
-from opacus.utils.uniform_sampler import UniformWithReplacementSampler
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader
 
 from opacus_ext import checkpoints, misuse, peft
-from opacus_ext.accountants import calibration
-from opacus_ext.accountants.budget import least_noise
-from opacus_ext.accountants.prv import PRVBoundsAccountant
-from opacus_ext.accountants.whole import count_whole, record_whole
+from opacus_ext.accountants.whole import count_whole
+from opacus_ext.budget import banded, calibrate
+from opacus_ext.data.choice import (
+    check_drawn,
+    check_sampling,
+    cyclic,
+    loader_of,
+    stock_sampling,
+)
 from opacus_ext.data.draws import Draws, count_records
-from opacus_ext.data.sampling import CyclicPoisson, Poisson, Sampling
+from opacus_ext.data.sampling import Poisson, Sampling
 from opacus_ext.grad_sample.modes import common
 from opacus_ext.grad_sample.modes.adaptive import AdaptiveCriterion
 from opacus_ext.grad_sample.modes.ghost import ClippedCriterion
 from opacus_ext.ledger import ledger_of, note_trained, with_steps
 from opacus_ext.modes import find_mode, find_optimizer, name_of, refuse_unfit
-from opacus_ext.optimizers.banded import Banded, BandedNoise, choose_bands
+from opacus_ext.optimizers.banded import Banded, BandedNoise
 from opacus_ext.optimizers.loop import watch_loader, watch_steps
 from opacus_ext.refused import Refused
-from opacus_ext.runs import add_run, runs_of
+from opacus_ext.runs import add_run, count_steps, runs_of
 from opacus_ext.secure import SecureSource
 from opacus_ext.statement import privacy_statement
 from opacus_ext.supported import Run, kind_of, refuse
@@ -161,15 +163,8 @@ class PrivacyEngine(opacus.PrivacyEngine):
         is_new = by_hand is not None
         is_new = is_new or not hasattr(module, "autograd_grad_sample_hooks")
         # First all that may be refused.
-        if on_nonfinite not in ("drop", "raise"):
-            raise Refused(
-                f'on_nonfinite is "drop" or "raise", got {on_nonfinite!r}.',
-                parameter="on_nonfinite",
-                remedy='"drop" counts such a sample as zero, with a warning.',
-            )
-        misuse.check_arguments(
-            self, _ARGUMENTS, module=module, data_loader=data_loader, **given
-        )
+        parts: Any = dict(module=module, data_loader=data_loader)
+        misuse.check_arguments(self, _ARGUMENTS, on_nonfinite, **parts, **given)
         self._refuse_unsupported(module, noise, grad_sample_mode, clipping)
         refuse_unfit(module, is_new, optimizer, grad_sample_mode, clipping)
         correlated = self._correlated(noise)
@@ -177,12 +172,12 @@ class PrivacyEngine(opacus.PrivacyEngine):
         sampling = self._sampling(sampling, correlated, module, data_loader, **given)
         loader = data_loader
         if sampling is not None:
-            loader = _drawn(sampling, place, data_loader, batch_first, rand_on_empty)
+            loader = loader_of(sampling, place, data_loader, batch_first, rand_on_empty)
         # Then the model is changed.
         with _put_back_if_it_fails(self, module, by_hand, is_new):
             made = super().make_private(module=module, data_loader=loader, **given)
-            parts = grad_sample_mode, criterion, loss_reduction
-            made = self._with_criterion(made, *parts, **kwargs)
+            losses = criterion, loss_reduction
+            made = self._with_criterion(made, grad_sample_mode, *losses, **kwargs)
             if is_new:
                 common.set_options(module, take, shared, on_nonfinite)
             _attach(module, made, by_hand, on_nonfinite)
@@ -215,7 +210,7 @@ class PrivacyEngine(opacus.PrivacyEngine):
             run = poisson, self.accountant, records, kwargs["optimizer"]
             noise = banded(*run, **budget)
         if isinstance(noise, Banded):
-            sampling = _cyclic(sampling, noise.bands, loader)
+            sampling = cyclic(sampling, noise.bands, loader)
         if sampling is None:
             made = super().make_private_with_epsilon(
                 target_epsilon=target_epsilon,
@@ -377,14 +372,14 @@ class PrivacyEngine(opacus.PrivacyEngine):
     ) -> Optional[Sampling]:
         """Chooses how batches are drawn; None for Opacus's own loader, or the given."""
         if correlated is not None:
-            sampling = _cyclic(sampling, correlated.bands, data_loader)
+            sampling = cyclic(sampling, correlated.bands, data_loader)
         if self.secure_mode:
             _refuse_insecure(correlated, poisson_sampling)
-            sampling = sampling or _stock_sampling(data_loader)
+            sampling = sampling or stock_sampling(data_loader)
         if sampling is not None:
-            _check_sampling(sampling, poisson_sampling)
+            check_sampling(sampling, poisson_sampling)
             return sampling
-        _check_drawn(data_loader, poisson_sampling)
+        check_drawn(data_loader, poisson_sampling)
         # Opacus's own loader leaves empty batches out, so that processes get out of
         # step, and draws equal masks where they are seeded alike.
         if _place_of(module) is not None and poisson_sampling:
@@ -444,7 +439,7 @@ class PrivacyEngine(opacus.PrivacyEngine):
         groups = optimizer.param_groups
         note_trained(self, (p for group in groups for p in group["params"]))
         if hasattr(optimizer, "spent"):  # not one of Opacus's own
-            _count_steps(self, optimizer)
+            count_steps(self, optimizer)
         ledger_of(self).made(self.accountant, optimizer, loader.batch_sampler)
 
 
@@ -525,114 +520,6 @@ def _attach(
         by_hand.redirect(first)
 
 
-# -- steps -----------------------------------------------------------------------------
-
-_COUNTED = "It is counted as one at rate {rate:g}, so that epsilon grows faster."
-_NOT_COUNTED = (
-    'The accountant "gdp" knows one rate, and can\'t count that: its epsilon is too '
-    "small."
-)
-
-
-def _count_steps(engine: opacus.PrivacyEngine, optimizer: Any) -> None:
-    """Counts the steps of an optimizer by the draws that they spend, in the ledger."""
-    hook, accountant, ledger = optimizer.step_hook, engine.accountant, ledger_of(engine)
-
-    def count(dp_optimizer: Any) -> None:
-        spent, before = dp_optimizer.spent, accountant.history[-1:]
-        if spent is None or spent.rate is None:
-            pass
-        elif accountant.mechanism() == "gdp":
-            dp_optimizer.spent = spent._replace(reason=f"{spent.reason} {_NOT_COUNTED}")
-        else:
-            told = f"{spent.reason} {_COUNTED.format(rate=spent.rate)}"
-            dp_optimizer.spent = spent._replace(reason=told)
-            record_whole(accountant, lambda: add(dp_optimizer, spent))
-            return
-        hook(dp_optimizer)
-        if accountant.history[-1:] != before:
-            ledger.add(*accountant.history[-1][:2])
-
-    def add(dp_optimizer: Any, spent: Any) -> None:
-        noise = float(dp_optimizer.noise_multiplier)
-        rate = min(1.0, spent.rate * dp_optimizer.accumulated_iterations)
-        for _ in range(spent.steps):
-            accountant.step(noise_multiplier=noise, sample_rate=rate)
-            ledger.add(noise, rate)
-
-    optimizer.count, optimizer.ledger, optimizer.step_hook = count, ledger, None
-
-
-# -- batches ---------------------------------------------------------------------------
-
-
-def _cyclic(
-    sampling: Optional[Sampling], bands: int, loader: DataLoader
-) -> CyclicPoisson:
-    """The sampling that correlated noise needs, of the same expected batch size."""
-    if sampling is None:
-        return CyclicPoisson(bands=bands, sample_rate=1 / len(loader))
-    if type(sampling) is Poisson:
-        return CyclicPoisson(bands=bands, **vars(sampling))
-    if not isinstance(sampling, CyclicPoisson) or sampling.bands != bands:
-        raise Refused(
-            f"Noise of {bands} bands needs CyclicPoisson of as many parts, not "
-            f"{sampling}.",
-            parameter="sampling",
-            remedy="Leave sampling out.",
-        )
-    return sampling
-
-
-def _stock_sampling(loader: DataLoader) -> Poisson:
-    """Opacus's own sampling, by a loader that draws from any generator."""
-    sampling = Poisson(sample_rate=1 / len(loader))
-    if getattr(loader.batch_sampler, "sampling", None) != sampling:
-        _check_drawn(loader)
-    return sampling
-
-
-def _check_drawn(data_loader: Any, poisson_sampling: bool = True) -> None:
-    """Refuses a loader that draws by chance in another way than is accounted for."""
-    sampler = getattr(data_loader, "batch_sampler", None)
-    if not isinstance(sampler, UniformWithReplacementSampler):
-        return
-    sampling, rate = getattr(sampler, "sampling", None), sampler.sample_rate
-    steps = len(sampler)
-    if sampling is not None:
-        raise Refused(
-            f"The loader draws by {sampling}, and would be accounted for as Poisson "
-            f"sampling with probability 1/{steps}.",
-            parameter="sampling",
-            remedy="Give make_private the same sampling=... as before.",
-        )
-    if not poisson_sampling and rate * steps > 1 + 1e-6:
-        raise Refused(
-            f"The loader draws with probability {rate:g} in each of {steps} steps, and "
-            f"poisson_sampling=False would have it accounted for as 1/{steps}.",
-            parameter="sampling",
-            remedy="Leave poisson_sampling out, and give "
-            f"sampling=opacus_ext.data.Poisson(sample_rate={rate:g}, steps={steps}).",
-        )
-
-
-def _drawn(
-    sampling: Sampling,
-    place: Optional[Tuple[int, int]],
-    stock: DataLoader,
-    batch_first: bool,
-    rand_on_empty: bool,
-) -> DataLoader:
-    """Returns the loader that draws by ``sampling``, like another one in all else."""
-    sampling.check(count_records(stock.dataset))
-    sampler = getattr(stock, "batch_sampler", None)
-    if place is None and getattr(sampler, "sampling", None) == sampling:
-        return stock
-    return sampling.loader(
-        stock, batch_first=batch_first, rand_on_empty=rand_on_empty, place=place
-    )
-
-
 def _place_of(module: nn.Module) -> Optional[Tuple[int, int]]:
     """
     Returns the number of this process and how many there are; None for a model of one
@@ -641,23 +528,6 @@ def _place_of(module: nn.Module) -> Optional[Tuple[int, int]]:
     if not isinstance(module, (FSDPModule, DDP, DPDDP)):
         return None
     return dist.get_rank(), dist.get_world_size()
-
-
-def _check_sampling(sampling: Any, poisson_sampling: bool) -> None:
-    """Refuses what does not draw the batches of this model."""
-    if not isinstance(sampling, Sampling):
-        raise Refused(
-            f"sampling={sampling!r} is no way to draw batches.",
-            parameter="sampling",
-            remedy="Give opacus_ext.data.Poisson(...).",
-        )
-    if not poisson_sampling:
-        raise Refused(
-            f"poisson_sampling=False leaves the loader as it is, and {sampling} "
-            "replaces it.",
-            parameter="poisson_sampling",
-            remedy="Leave one of them out.",
-        )
 
 
 def _refuse_insecure(correlated: Optional[BandedNoise], poisson_sampling: bool) -> None:
@@ -673,66 +543,3 @@ def _refuse_insecure(correlated: Optional[BandedNoise], poisson_sampling: bool) 
             parameter="secure_mode",
             remedy="Leave it out, or train without secure mode.",
         )
-
-
-# -- noise for a budget ----------------------------------------------------------------
-
-
-def calibrate(
-    sampling: Sampling,
-    accountant: IAccountant,
-    records: int,
-    *,
-    epsilon: float,
-    delta: float,
-    epochs: float,
-) -> float:
-    """
-    The noise multiplier of a run on so many records, for a budget of which the
-    accountant's history is a part.
-
-    Raises:
-        Refused: if nothing is left of the budget
-    """
-    sampling.check(records)
-    steps = max(math.ceil(epochs * sampling.steps_per_epoch(records)), 1)
-
-    def account(trial: IAccountant, noise_multiplier: float) -> None:
-        """Adds the run to a trial."""
-        sampling.account(trial, records, noise_multiplier, steps)
-
-    return least_noise(accountant, account, epsilon, delta)
-
-
-def banded(
-    sampling: Sampling,
-    accountant: IAccountant,
-    records: int,
-    optimizer: torch.optim.Optimizer,
-    *,
-    epsilon: float,
-    delta: float,
-    epochs: float,
-) -> Banded:
-    """
-    The best correlated noise for a run, see :func:`choose_bands`. The arguments are
-    those of :func:`calibrate` for the same run with Poisson sampling; the optimizer
-    tells its momentum, or the first beta of Adam and its like.
-    """
-    groups = optimizer.param_groups
-    found = [g.get("momentum", g.get("betas", (0.0,))[0]) for g in groups]
-    momentum = max((float(m) for m in found if 0 <= m < 1), default=0.0)
-    steps = max(math.ceil(epochs * sampling.steps_per_epoch(records)), 1)
-    rate = sampling.rate(records)
-    if len(accountant):  # the epsilon that a run alone may spend
-        if not isinstance(accountant, PRVBoundsAccountant):  # a quick one
-            accountant, before = PRVBoundsAccountant(), accountant.history
-            accountant.history = list(before)
-        noise = calibrate(
-            sampling, accountant, records, epsilon=epsilon, delta=delta, epochs=epochs
-        )
-        alone = PRVBoundsAccountant()
-        alone.history = [(noise, rate, steps)]
-        epsilon = alone.get_epsilon(delta)
-    noises = functools.partial(calibration.noise_multiplier, epsilon, delta)
-    return choose_bands(noises, rate, steps, momentum)

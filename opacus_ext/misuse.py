@@ -47,6 +47,7 @@ _MORE_ARGUMENTS = (
 def check_arguments(
     engine: PrivacyEngine,
     names: Iterable[str],
+    on_nonfinite: str,
     /,
     *,
     module: nn.Module,
@@ -80,6 +81,12 @@ def check_arguments(
                 parameter=name,
                 remedy=closest(name, allowed, "Leave it out."),
             )
+    if on_nonfinite not in ("drop", "raise"):
+        raise Refused(
+            f'on_nonfinite is "drop" or "raise", got {on_nonfinite!r}.',
+            parameter="on_nonfinite",
+            remedy='"drop" counts such a sample as zero, with a warning.',
+        )
     check_number("noise_multiplier", noise_multiplier, zero=True)
     several = isinstance(max_grad_norm, (list, tuple))
     for bound in max_grad_norm if several else [max_grad_norm]:

@@ -1,4 +1,4 @@
-"""The settings of every ``make_private``, for statements and checkpoints."""
+"""The settings of every ``make_private``, for statements, and counts of its steps."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ import opacus
 from opacus.utils.uniform_sampler import UniformWithReplacementSampler
 from torch.utils.data import DataLoader
 
+from opacus_ext.accountants.whole import record_whole
 from opacus_ext.data.sampling import Sampling
+from opacus_ext.ledger import ledger_of
 
 #: Attribute of an engine and key of its checkpoints: one entry per ``make_private``.
 RUNS = "opacus_ext_runs"
@@ -96,3 +98,41 @@ def _describe_stock(
         "expected_batch_size": rate * records,
         "sample_rate": rate,
     }
+
+
+# -- steps -----------------------------------------------------------------------------
+
+_COUNTED = "It is counted as one at rate {rate:g}, so that epsilon grows faster."
+_NOT_COUNTED = (
+    'The accountant "gdp" knows one rate, and can\'t count that: its epsilon is too '
+    "small."
+)
+
+
+def count_steps(engine: opacus.PrivacyEngine, optimizer: Any) -> None:
+    """Counts the steps of an optimizer by the draws that they spend, in the ledger."""
+    hook, accountant, ledger = optimizer.step_hook, engine.accountant, ledger_of(engine)
+
+    def count(dp_optimizer: Any) -> None:
+        spent, before = dp_optimizer.spent, accountant.history[-1:]
+        if spent is None or spent.rate is None:
+            pass
+        elif accountant.mechanism() == "gdp":
+            dp_optimizer.spent = spent._replace(reason=f"{spent.reason} {_NOT_COUNTED}")
+        else:
+            told = f"{spent.reason} {_COUNTED.format(rate=spent.rate)}"
+            dp_optimizer.spent = spent._replace(reason=told)
+            record_whole(accountant, lambda: add(dp_optimizer, spent))
+            return
+        hook(dp_optimizer)
+        if accountant.history[-1:] != before:
+            ledger.add(*accountant.history[-1][:2])
+
+    def add(dp_optimizer: Any, spent: Any) -> None:
+        noise = float(dp_optimizer.noise_multiplier)
+        rate = min(1.0, spent.rate * dp_optimizer.accumulated_iterations)
+        for _ in range(spent.steps):
+            accountant.step(noise_multiplier=noise, sample_rate=rate)
+            ledger.add(noise, rate)
+
+    optimizer.count, optimizer.ledger, optimizer.step_hook = count, ledger, None

@@ -4,6 +4,7 @@ Counts are compared with the exact distribution by a bound that a right sampler 
 once in a million runs; seeds are fixed.
 """
 
+import gc
 import itertools
 import math
 from collections import Counter
@@ -12,6 +13,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from opacus import PrivacyEngine
+from opacus.utils.uniform_sampler import UniformWithReplacementSampler
 from scipy.stats import chi2
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
@@ -210,6 +212,27 @@ def test_noise_is_chosen_for_what_is_left(before):
     engine, _, optimizer, _, loader = make(sampling, accountant, **budget)
     sampling.account(engine.accountant, RECORDS, optimizer.noise_multiplier, 15)
     assert 3.97 < engine.get_epsilon(1e-3) <= 4
+
+
+def test_a_loader_of_two_engines(tmp_path):
+    """The first one gives it new random numbers where a checkpoint is loaded."""
+    engine, model, *_, loader = make(Poisson(expected_batch_size=5))
+    *_, same = make(Poisson(expected_batch_size=5), loader=loader)
+    gc.collect()
+    before = same.batch_sampler.generator
+    engine.save_checkpoint(path=tmp_path / "run.pt", module=model)
+    engine.load_checkpoint(path=tmp_path / "run.pt", module=model)
+    assert same.batch_sampler.generator is not before
+
+
+def test_a_sampler_stays_as_it_is():
+    """What the loader of make_private has in its place shares its attributes."""
+    draws = UniformWithReplacementSampler(num_samples=24, sample_rate=0.25, steps=4)
+    kind, given = type(draws), DataLoader(data(), batch_sampler=draws)
+    *_, loader = make(None, loader=given, poisson_sampling=False)
+    assert loader is given and loader.batch_sampler is not draws
+    assert type(draws) is kind and isinstance(loader.batch_sampler, kind)
+    assert vars(loader.batch_sampler) is vars(draws)
 
 
 # -- what is refused -------------------------------------------------------------------

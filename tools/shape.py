@@ -50,14 +50,15 @@ PRIVATE, PRIVATE_LINES = "opacus_ext/private_torch.py", 135
 #: Parts of the package from bottom to top. A module imports those of rows before its
 #: own, and of its own row. Parts of grad_sample import those before them.
 ROWS = (
-    "private_torch refused progress tables",
+    "private_torch refused progress tables views",
     "secure clipping ledger",
     "grad_sample accountants",
     "take peft distributed optimizers data supported",
     "re_attention",
     "layers",
     "losses releases models",
-    "monitor misuse validators",
+    "monitor misuse validators budget",
+    "modes",
     "engine statement checkpoints runs",
     "registry",
     "checks",

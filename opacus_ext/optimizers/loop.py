@@ -225,12 +225,12 @@ def watch_loader(
         return Counted(batches_of(self, is_split), own(), counter)
 
     # Python looks the method up on the class, so the loader gets a sampler of a class
-    # of its own. It has all attributes of the one before, which stays as it is.
-    watched = type(kind.__name__, (kind,), {"__iter__": begin})
-    if isinstance(batches, (list, tuple)):
-        sampler = watched(batches)
-    else:
-        sampler = view_of(batches, watched)
+    # of its own. It has all attributes of the one before, which stays as it is, and
+    # lives on, as a ledger may know it.
+    attributes = {"__iter__": begin, "before": batches}
+    watched = type(kind.__name__, (kind,), attributes)
+    is_list = isinstance(batches, (list, tuple))
+    sampler = watched(batches) if is_list else view_of(batches, watched)
     vars(loader)["batch_sampler"] = sampler
 
 
