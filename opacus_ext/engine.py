@@ -23,8 +23,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader
 
-from opacus_ext.accountants import calibration
-from opacus_ext.accountants.budget import least_noise
+from opacus_ext.accountants import calibration, noise_left
 from opacus_ext.accountants.prv import PRVBoundsAccountant
 from opacus_ext.accountants.whole import count_whole, record_whole
 from opacus_ext.data.draws import count_records
@@ -412,7 +411,7 @@ def with_epsilon(make_private_with_epsilon: Callable) -> Callable:
             )
         else:
             records = count_records(loader.dataset)
-            kwargs["noise_multiplier"] = calibrate(
+            kwargs["noise_multiplier"] = noise_of_run(
                 sampling, self.accountant, records, **budget
             )
             made = self.make_private(sampling=sampling, noise=noise, **kwargs)
@@ -422,7 +421,7 @@ def with_epsilon(make_private_with_epsilon: Callable) -> Callable:
     return make
 
 
-def calibrate(
+def noise_of_run(
     sampling: Sampling,
     accountant: IAccountant,
     records: int,
@@ -445,7 +444,7 @@ def calibrate(
         """Adds the run to a trial."""
         sampling.account(trial, records, noise_multiplier, steps)
 
-    return least_noise(accountant, account, epsilon, delta)
+    return noise_left(accountant, epsilon, delta, record=account)
 
 
 def banded(
@@ -460,7 +459,7 @@ def banded(
 ) -> Banded:
     """
     The best correlated noise for a run, see :func:`choose_bands`. The arguments are
-    those of :func:`calibrate` for the same run with Poisson sampling; the optimizer
+    those of :func:`noise_of_run` for the same run with Poisson sampling; the optimizer
     tells its momentum, or the first beta of Adam and its like.
     """
     groups = optimizer.param_groups
@@ -472,7 +471,7 @@ def banded(
         if not isinstance(accountant, PRVBoundsAccountant):  # a quick one
             accountant, before = PRVBoundsAccountant(), accountant.history
             accountant.history = list(before)
-        noise = calibrate(
+        noise = noise_of_run(
             sampling, accountant, records, epsilon=epsilon, delta=delta, epochs=epochs
         )
         alone = PRVBoundsAccountant()
