@@ -146,7 +146,9 @@ def find_leaks(
     """
     refuse_alike(batch)
     size = len(tensors_of(batch)[0])
-    some = rows_of(batch, np.linspace(0, size - 1, min(size, 8), dtype=int), size)
+    some = rows_of(
+        batch, np.linspace(0, size - 1, min(size, 8), dtype=int).tolist(), size
+    )
     report = check_per_sample_gradients(model, some, loss_fn, (), verbose=False)
     if report.random:
         raise Refused(f"It can't be compared: {report.findings[0]}.")
@@ -331,8 +333,8 @@ def _compare_modes(
             continue
         with suppress(Exception):  # some modes know flat clipping only
             own = errors_of("per_layer", bounds, norms)
-        for row, *errors in zip(report.cells.values(), own, clipped):
-            row[mode] = Cell(_status(*errors, report.tolerance), *errors)
+        for row, a, b in zip(report.cells.values(), own, clipped):
+            row[mode] = Cell(_status(a, b, report.tolerance), a, b)
 
 
 def _status(own: Optional[float], clipped: float, tolerance: float) -> str:

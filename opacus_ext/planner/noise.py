@@ -40,7 +40,8 @@ def noise_of(budget: Budget, batch: Any, steps: Any) -> calibration.Calibration:
     fixed: Any = np.inf
     if how != "poisson":
         times = np.maximum(np.ceil(steps / batches_per_epoch(budget, batch)), 1)
-        fixed = records * np.sqrt(times) * calibration.noise_multiplier(*privacy, 1, 1.0)
+        one = calibration.noise_multiplier(*privacy, 1, 1.0)
+        fixed = records * np.sqrt(times) * one
     # A delta above the probability of ever being sampled needs no noise at all. That is
     # not private in any useful sense.
     amplified = (poisson <= fixed) & ((poisson > 0) | (how == "poisson"))

@@ -10,7 +10,8 @@ from functools import partial
 import numpy as np
 import pytest
 from scipy.optimize import linprog
-from scipy.stats import binom, norm
+from scipy.special import ndtr, ndtri
+from scipy.stats import binom
 
 from opacus_ext.accountants.composition import Composition
 from opacus_ext.audit import bounds
@@ -48,7 +49,7 @@ def once(mechanism, parameter, canaries=1000, share=0.2):
 
 
 def gaussian_tradeoff(mu):
-    return lambda a: float(norm.cdf(-norm.ppf(a) - mu))
+    return lambda a: float(ndtr(-ndtri(a) - mu))
 
 
 def refuted(mechanism, parameter, test):
