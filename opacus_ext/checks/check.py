@@ -159,8 +159,8 @@ def refuse_alike(batch: Any) -> None:
     """Refuses a batch that shows no leak: of one sample, or of samples alike."""
     tensors = tensors_of(batch)
     size = len(tensors[0]) if tensors else 0
-    own = [x for x in tensors if len(x) == size]
-    if size < 2 or all(torch.equal(x, x[:1].expand_as(x)) for x in own):
+    cut = [x for x in tensors if len(x) == size]
+    if size < 2 or all(torch.equal(x, x[:1].expand_as(x)) for x in cut):
         raise Refused(
             "Leaks are seen in a batch of two samples or more that differ.",
             parameter="batch",
@@ -280,9 +280,10 @@ def _compare_batches(subject: Subject, report: PerSampleGradientReport) -> None:
 
     try:
         around, after = first_sample(other), first_sample(other, first)
+        alike = _same(first_sample(first, first), after, report)
     except Exception:  # a model may take batches of one size only
         return
-    if not _same(first_sample(first, first), after, report):
+    if not alike:
         report.findings.append(
             "the loss of sample 0 changes with the batch before: the model keeps "
             "something of it, which would carry data from batch to batch without noise"
@@ -312,37 +313,29 @@ def _compare_modes(
     """Fills the cells of the report."""
     norms = [g.unsqueeze(1).flatten(1).norm(dim=1) for g in truth]
     total = torch.stack(norms).norm(dim=0)
-    bounds = [_median(x) for x in norms]
     report.max_grad_norm = _median(total)
+    flat = [total] * len(truth), [report.max_grad_norm] * len(truth)
     # The errors of all parameters are measured on one scale, see _FLOOR.
     floor = max(1e-300, _FLOOR * max(map(largest, truth)))
 
-    def errors_of(clipping: str, bound: Any, norms: List[T]) -> List[float]:
+    def errors_of(clipping: str, norms: List[T], bounds: List[float]) -> List[float]:
+        bound = bounds if clipping == "per_layer" else bounds[0]
         sums = _run_mode(subject, mode, clipping, bound)
-        bounds = bound if isinstance(bound, list) else [bound] * len(sums)
-        return [_error(*each, floor) for each in zip(sums, truth, norms, bounds)]
+        return [_error(*row, floor) for row in zip(sums, truth, norms, bounds)]
 
     for mode in progress(report.modes, "trying modes"):
         own: List[Any] = [None] * len(truth)
         try:
-            clipped = errors_of("flat", report.max_grad_norm, [total] * len(truth))
+            clipped = errors_of("flat", *flat)
         except Exception as error:
             report.refused[mode] = f"{type(error).__name__}: {error}".strip()
             for row in report.cells.values():
                 row[mode] = Cell("refused")
             continue
         with suppress(Exception):  # some modes know flat clipping only
-            own = errors_of("per_layer", bounds, norms)
-        for row, a, b in zip(report.cells.values(), own, clipped):
-            row[mode] = Cell(_status(a, b, report.tolerance), a, b)
-
-
-def _status(own: Optional[float], clipped: float, tolerance: float) -> str:
-    if own is not None and not own <= tolerance:
-        return "differs"
-    if clipped <= tolerance:
-        return "ok"
-    return "differs" if own is None else "factor"
+            own = errors_of("per_layer", norms, [_median(x) for x in norms])
+        for row, *errors in zip(report.cells.values(), own, clipped):
+            row[mode] = Cell.of(errors[0], errors[1], report.tolerance)
 
 
 def _run_mode(subject: Subject, mode: str, clipping: str, bound: Any) -> List[T]:

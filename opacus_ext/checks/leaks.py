@@ -35,7 +35,8 @@ def _calls(
     Runs a batch, and returns the tensors that went into and came out of each call.
     ``opened`` has the modules that have not ended, if the run fails.
     """
-    model, numbers, calls = subject.model(), Counter(opened), {}
+    model, numbers = subject.model(), Counter[str]()
+    calls: Dict[Key, Tuple[Tensors, Tensors]] = {}
     for path, module in model.named_modules():
         name = f"{path or 'the model'} ({type(module).__name__})"
         module.register_forward_pre_hook(lambda *_, name=name: opened.append(name))

@@ -26,6 +26,17 @@ class Cell(NamedTuple):
     own: Optional[float] = None
     clipped: Optional[float] = None
 
+    @classmethod
+    def of(cls, own: Optional[float], clipped: float, tolerance: float) -> Cell:
+        """Returns the cell of two errors."""
+        if own is not None and not own <= tolerance:
+            status = "differs"
+        elif clipped <= tolerance:
+            status = "ok"
+        else:
+            status = "differs" if own is None else "factor"
+        return cls(status, own, clipped)
+
     def __str__(self) -> str:
         errors = [error for error in self[1:] if error is not None]
         return f"{self.status} {max(errors):.0e}" if errors else self.status
