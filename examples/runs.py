@@ -17,7 +17,7 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader
 
 from opacus_ext import checkpoints
-from opacus_ext.accountants.budget import noise_left
+from opacus_ext.accountants import noise_left
 from opacus_ext.progress import progress
 from opacus_ext.refused import Refused
 

@@ -10,7 +10,7 @@ import importlib
 from typing import Any
 
 from opacus_ext import take
-from opacus_ext.checks import Leak, check_per_sample_gradients, find_leaks
+from opacus_ext.checks import check_per_sample_gradients, find_leaks
 from opacus_ext.clipping import (
     Clipping,
     ClippingFunction,
@@ -42,7 +42,6 @@ __all__ = [
     "ClippingFunction",
     "ErrorTracker",
     "GradSample",
-    "Leak",
     "Monitor",
     "OneHot",
     "Op",

@@ -8,14 +8,13 @@ import math
 import torch
 from opacus.accountants.accountant import IAccountant
 
-from opacus_ext.accountants import calibration
-from opacus_ext.accountants.budget import least_noise
+from opacus_ext.accountants import calibration, noise_left
 from opacus_ext.accountants.prv import PRVBoundsAccountant
 from opacus_ext.data.sampling import Sampling
 from opacus_ext.optimizers.banded import Banded, choose_bands
 
 
-def calibrate(
+def noise_of_run(
     sampling: Sampling,
     accountant: IAccountant,
     records: int,
@@ -38,7 +37,7 @@ def calibrate(
         """Adds the run to a trial."""
         sampling.account(trial, records, noise_multiplier, steps)
 
-    return least_noise(accountant, account, epsilon, delta)
+    return noise_left(accountant, epsilon, delta, record=account)
 
 
 def banded(
@@ -53,7 +52,7 @@ def banded(
 ) -> Banded:
     """
     The best correlated noise for a run, see :func:`choose_bands`. The arguments are
-    those of :func:`calibrate` for the same run with Poisson sampling; the optimizer
+    those of :func:`noise_of_run` for the same run with Poisson sampling; the optimizer
     tells its momentum, or the first beta of Adam and its like.
     """
     groups = optimizer.param_groups
@@ -65,7 +64,7 @@ def banded(
         if not isinstance(accountant, PRVBoundsAccountant):  # a quick one
             accountant, before = PRVBoundsAccountant(), accountant.history
             accountant.history = list(before)
-        noise = calibrate(
+        noise = noise_of_run(
             sampling, accountant, records, epsilon=epsilon, delta=delta, epochs=epochs
         )
         alone = PRVBoundsAccountant()

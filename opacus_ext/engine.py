@@ -28,7 +28,7 @@ from torch.utils.data import DataLoader
 
 from opacus_ext import checkpoints, misuse, peft
 from opacus_ext.accountants.whole import count_whole
-from opacus_ext.budget import banded, calibrate
+from opacus_ext.budget import banded, noise_of_run
 from opacus_ext.data.choice import (
     check_drawn,
     check_sampling,
@@ -219,7 +219,7 @@ class PrivacyEngine(opacus.PrivacyEngine):
                 **kwargs,
             )
         else:
-            kwargs["noise_multiplier"] = calibrate(
+            kwargs["noise_multiplier"] = noise_of_run(
                 sampling, self.accountant, records, **budget
             )
             made = self.make_private(sampling=sampling, noise=noise, **kwargs)

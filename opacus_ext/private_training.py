@@ -25,7 +25,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import DataLoader
 
-from opacus_ext.accountants.budget import least_noise
+from opacus_ext.accountants import noise_left
 from opacus_ext.data.draws import Draws, loader_like
 from opacus_ext.data.logical import LogicalBatches, PhysicalBatch, derive_seed
 from opacus_ext.data.sampling import Sampling
@@ -278,7 +278,7 @@ class PrivateTraining:
         def record(trial: IAccountant, noise_multiplier: float) -> None:
             sampling.account(trial, records, noise_multiplier, count)
 
-        return least_noise(accountant, record, epsilon, self.target_delta)
+        return noise_left(accountant, epsilon, self.target_delta, record=record)
 
     def state_dict(self, config: Dict[str, Any]) -> Dict[str, Any]:
         """Returns what a run with these settings goes on from."""

@@ -142,7 +142,7 @@ def noise_for(epsilon: float, delta: float, share: float = 1.0) -> float:
             "share above 0, up to 1.",
         )
     # A little below: what an accountant adds for its own rounding stays within.
-    mu = float(gaussian_sensitivity(epsilon * (1 - 1e-8), math.log(delta)))
+    mu = gaussian_sensitivity(epsilon * (1 - 1e-8), math.log(delta))
     return 1 / (mu * math.sqrt(share))
 
 

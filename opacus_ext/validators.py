@@ -73,21 +73,13 @@ def _error(name: str, layer: nn.Module) -> Optional[UnsupportedModuleError]:
         return None
     if not layer.training and layer.running_mean is not None:
         return None
-    remedy = (
-        "Use opacus.validators.ModuleValidator.fix(model) before make_private, which "
-        "puts GroupNorm in its place"
-    )
-    if _parts(layer) is None:
-        remedy = (
-            "It is lazy (call the model once) or has a forward of its own, and "
-            "opacus.validators.ModuleValidator.fix can't replace it: put a norm of one "
-            "sample (GroupNorm) in its place, or register what replaces it with "
-            "opacus.validators.register_module_fixer"
-        )
     return ShouldReplaceModuleError(
         f"{where} normalizes over the batch, so that a sample's output depends on the "
-        f"other samples. {remedy}, or call eval() on this layer: it trains with the "
-        "statistics that it has."
+        "other samples. Use opacus.validators.ModuleValidator.fix(model) before "
+        "make_private, which puts GroupNorm in its place. If it can't (the layer is "
+        "lazy, or has a forward of its own), register what replaces it with opacus."
+        "validators.register_module_fixer. Or call eval() on this layer: it trains "
+        "with the statistics that it has."
     )
 
 
@@ -122,10 +114,7 @@ def validate(
     errors: List[UnsupportedModuleError] = []
     if not module.training:
         errors.append(
-            IllegalModuleConfigurationError(
-                "Model needs to be in training mode: call model.train() first "
-                "(from_pretrained gives a model in evaluation mode)."
-            )
+            IllegalModuleConfigurationError("Model needs to be in training mode")
         )
     for name, layer in reversed(list(_layers(module))):
         check = _of_user(layer, ModuleValidator.VALIDATORS)

@@ -17,8 +17,8 @@ from scipy.optimize import minimize
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from opacus_ext.budget import banded, noise_of_run
 from opacus_ext.data import CyclicPoisson, Poisson
-from opacus_ext.budget import banded, calibrate
 from opacus_ext.losses import PerSample
 from opacus_ext.monitor import Monitor
 from opacus_ext.optimizers.banded import (
@@ -393,7 +393,7 @@ def test_the_bands_that_leave_the_least_noise():
     left = []
     for bands in (chosen.bands, chosen.bands // 2, chosen.bands * 2):
         cyclic = CyclicPoisson(bands=bands, sample_rate=0.02)
-        noise = calibrate(cyclic, accountant, 1000, **budget)
+        noise = noise_of_run(cyclic, accountant, 1000, **budget)
         left.append(noise * error(coefficients(bands, 200), 200))
     assert min(left) == left[0]
     accountant.step(noise_multiplier=1.15, sample_rate=1.0)

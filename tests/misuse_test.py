@@ -172,7 +172,7 @@ ARGUMENTS = {
     "DataParallel": ({"module": nn.DataParallel(net())}, "DataParallel.*one process for each"),
     "layer replaced": (replaced(), "different than optimizer Parameters"),
     "frozen": ({"module": net().requires_grad_(False)}, "no trainable parameter"),
-    "evaluation mode": ({"module": net().eval()}, r"call model\.train\(\)"),
+    "evaluation mode": ({"module": net().eval()}, "training mode"),
     "stream": ({"data_loader": DataLoader(Stream(), SIZE)}, "Stream.*no length"),
     "no batches": ({"data_loader": loader(batch_size=None)}, "batch_size=None"),
     "no batch": (

@@ -13,6 +13,7 @@ from torch import nn
 from tests import tiny
 from tests.common import (
     MODES,
+    Net,
     check,
     layer_modes,
     make_private,
@@ -28,21 +29,18 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 CAUSAL, CLASSES, IMAGES = "causal-lm", "sequence-classification", "image-classification"
 # Task and model; where adapters go, feed-forward layers among these, and the head.
 MODELS = {
-    "gpt2": (CAUSAL, "GPT2LMHeadModel", ["c_attn", "c_proj"], "c_proj", "lm_head"),
-    "llama": (
-        *(CAUSAL, "LlamaForCausalLM"),
-        *(["q_proj", "down_proj"], "down_proj", "lm_head"),
-    ),
+    "gpt2": (CAUSAL, "GPT2LMHeadModel", "c_attn c_proj", "c_proj", "lm_head"),
+    "llama": (CAUSAL, "LlamaForCausalLM", "q_proj down_proj", "down_proj", "lm_head"),
     "bert": (
         *(CLASSES, "BertForSequenceClassification"),
-        *(["query", "dense"], "dense", "classifier"),
+        *("query dense", "dense", "classifier"),
     ),
-    "t5": ("seq2seq-lm", "T5ForConditionalGeneration", ["q", "wo"], "wo", "lm_head"),
+    "t5": ("seq2seq-lm", "T5ForConditionalGeneration", "q wo", "wo", "lm_head"),
     "vit": (
         *(IMAGES, "ViTForImageClassification"),
-        *(["q_proj", "fc1", "projection"], "fc1", "classifier"),
+        *("q_proj fc1 projection", "fc1", "classifier"),
     ),
-    "qwen2_moe": (CAUSAL, "Qwen2MoeForCausalLM", ["q_proj"], "q_proj", "lm_head"),
+    "qwen2_moe": (CAUSAL, "Qwen2MoeForCausalLM", "q_proj", "q_proj", "lm_head"),
 }
 TASKS = {CAUSAL: "CAUSAL_LM", CLASSES: "SEQ_CLS", "seq2seq-lm": "SEQ_2_SEQ_LM"}
 
@@ -60,7 +58,7 @@ def config(family="llama", kind="Lora", **kwargs):
     if kind in ("Prompt", "Prefix"):
         kind += "Tuning"
     elif kind not in ("CPT", "PromptEncoder"):
-        kwargs = {"target_modules": layers, **kwargs}
+        kwargs = {"target_modules": layers.split(), **kwargs}
     if kind == "IA3":
         kwargs["feedforward_modules"] = [forward]
     if kwargs.get("modules_to_save") == "head":
@@ -237,22 +235,20 @@ def test_original_of_a_saved_module():
     step_of(make(), batch())()
 
 
-class Attends(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.inside = nn.Linear(4, 8)
-        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+def attends():
+    def forward(m, x):
+        x = m.inside(x)
+        return m.attention(x, x, x, need_weights=False)[0].mean(1)
 
-    def forward(self, x):
-        x = self.inside(x)
-        return self.attention(x, x, x, need_weights=False)[0].mean(1)
+    attention = nn.MultiheadAttention(8, 2, batch_first=True)
+    return Net(forward, inside=nn.Linear(4, 8), attention=attention)
 
 
 @layer_modes
 @pytest.mark.parametrize("layers", [["inside", "out_proj"], ["attention"]])
 def test_weight_read_by_its_neighbour(mode, layers):
     """nn.MultiheadAttention never calls out_proj."""
-    model = peft.get_peft_model(Attends(), peft.LoraConfig(r=2, target_modules=layers))
+    model = peft.get_peft_model(attends(), peft.LoraConfig(r=2, target_modules=layers))
     private = make_private(moved(model).double(), mode, batch_size=4)
     step = step_of(private, torch.randn(4, 5, 4).double(), square_loss)
     refused("out_proj .Linear. was not called, but MultiheadAttention", step)

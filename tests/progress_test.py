@@ -37,6 +37,6 @@ def test_calibration_shows_one(monkeypatch):
         made.append(progress(*args, file=file, delay=1e-9, mininterval=0, **kwargs))
         return made[-1]
 
-    monkeypatch.setattr("opacus_ext.accountants.budget.progress", bar)
+    monkeypatch.setattr("opacus_ext.accountants.calibration.progress", bar)
     noise_left(RDPAccountant(), 5.0, 1e-5, 0.1, 100)
     assert made[0].n > 3 and "calibrating noise" in file.getvalue()

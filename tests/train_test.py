@@ -16,7 +16,7 @@ from opacus import PrivacyEngine
 
 from examples import ranking, recommender, runs, train
 from examples.sequences import read_sequences, synthetic_sequences
-from opacus_ext.accountants.budget import noise_left
+from opacus_ext.accountants import noise_left
 
 ML1M = os.environ.get("OPACUS_EXT_ML1M")
 

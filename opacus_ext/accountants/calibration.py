@@ -1,21 +1,22 @@
 """
-The noise multiplier that a privacy budget needs, over whole grids of budgets.
+The noise multiplier that a privacy budget needs: over whole grids of budgets, and of
+what an accountant has left of one.
 
-All come from the privacy profile delta(epsilon) of the removal of a user, see
-:mod:`opacus_ext.accountants.saddle_point`. A calibrated noise multiplier leaves a part
-in 20,000 of delta unspent, which is more than all numerical errors, and lies within
-0.01 % above the least possible one.
+Those of grids come from the privacy profile delta(epsilon) of the removal of a user,
+see :mod:`opacus_ext.accountants.saddle_point`. A calibrated noise multiplier leaves a
+part in 20,000 of delta unspent, which is more than all numerical errors, and lies
+within 0.01 % above the least possible one.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any, Dict, NamedTuple
+from copy import deepcopy
+from typing import TYPE_CHECKING, Any, Callable, Dict, NamedTuple, Optional
 
 import numpy as np
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 
-from opacus_ext.accountants.profiles import gaussian_sensitivity
 from opacus_ext.accountants.saddle_point import (
     SampledGaussian,
     TooHardError,
@@ -25,12 +26,15 @@ from opacus_ext.accountants.solver import (
     MARGIN,
     NoiseSearch,
     checked,
-    log_target,
     on_cells,
     plain,
     surely,
 )
+from opacus_ext.progress import progress
 from opacus_ext.refused import Refused
+
+if TYPE_CHECKING:
+    from opacus.accountants.accountant import IAccountant
 
 #: The range of each argument, see :func:`checked`.
 _RANGES: Dict[str, Dict[str, Any]] = {
@@ -40,14 +44,19 @@ _RANGES: Dict[str, Dict[str, Any]] = {
     "epsilon": dict(above=0),
     "delta": dict(above=0, below=1),
     "records_per_user": dict(at_least=1, whole=True),
-    "participations": dict(at_least=1, whole=True),
     "batch_size": dict(above=0),
     "users": dict(at_least=1),
 }
+_CHOICES = {
+    "amplification": ("lower", "poisson", "none"),
+    "sampling": ("users", "records"),
+}
 
 
-def _checked(**given: ArrayLike) -> Any:
-    return [checked(name, value, **_RANGES[name]) for name, value in given.items()]
+def _checked(**arguments: ArrayLike) -> Dict[str, NDArray]:
+    return {
+        name: checked(name, value, **_RANGES[name]) for name, value in arguments.items()
+    }
 
 
 class Calibration(NamedTuple):
@@ -100,13 +109,20 @@ def delta(
         [0.0026124, 2.7e-06]
     """
     columns = _checked(
-        noise_multiplier=noise_multiplier, sample_rate=sample_rate, steps=steps
+        noise_multiplier=noise_multiplier,
+        sample_rate=sample_rate,
+        steps=steps,
+        records_per_user=records_per_user,
     )
-    columns.append(checked("epsilon", epsilon, at_least=0))
-    columns += _checked(records_per_user=records_per_user)
 
-    def solve(s: float, q: float, steps: float, epsilon: float, k: float) -> float:
-        step = SampledGaussian(s, q, int(k))
+    def solve(
+        noise_multiplier: float,
+        sample_rate: float,
+        steps: float,
+        records_per_user: float,
+        epsilon: float,
+    ) -> float:
+        step = SampledGaussian(noise_multiplier, sample_rate, int(records_per_user))
         strict, tilt = log_profile(step, steps, epsilon, fineness=1.2)
 
         def compare(fineness: float) -> float:
@@ -117,33 +133,7 @@ def delta(
 
         return surely(compare)
 
-    return on_cells(solve, ("noise", "rate", "steps", "epsilon", "records"), columns)
-
-
-def gaussian_noise_multiplier(
-    epsilon: ArrayLike, delta: ArrayLike, participations: ArrayLike = 1
-) -> Any:
-    """
-    Returns the least noise for a budget without amplification, in closed form: that of
-    a Gaussian mechanism (Balle & Wang 2018, theorem 8) with sqrt(participations) times
-    the sensitivity.
-
-    Args:
-        epsilon: positive
-        delta: in (0, 1)
-        participations: number of batches that hold a user's record
-
-    Raises:
-        Refused: if an argument is out of its range
-
-    Example:
-        >>> gaussian_noise_multiplier(1.0, 1e-5, [4, 16]).round(3).tolist()
-        [7.461, 14.923]
-    """
-    epsilon, delta, times = _checked(
-        epsilon=epsilon, delta=delta, participations=participations
-    )
-    return plain(np.sqrt(times) / gaussian_sensitivity(epsilon, log_target(delta)))
+    return on_cells(solve, **columns, epsilon=checked("epsilon", epsilon, at_least=0))
 
 
 def noise_multiplier(
@@ -159,6 +149,10 @@ def noise_multiplier(
     Returns the least noise for a budget under DP-SGD with Poisson sampling; 0 if the
     probability that a user is ever sampled is at most delta.
 
+    At a rate of 1 it is the noise of ``steps`` Gaussian mechanisms, and so of
+    deterministic batches that hold a user so often, in closed form (Balle & Wang 2018,
+    theorem 8); it grows with the root of ``steps``.
+
     Args:
         epsilon: positive
         delta: in (0, 1)
@@ -172,6 +166,8 @@ def noise_multiplier(
     Example:
         >>> noise_multiplier([1.0, 2.0], 1e-5, 1000, 0.01).round(3).tolist()
         [1.415, 0.959]
+        >>> noise_multiplier(1.0, 1e-5, [4, 16], 1.0).round(3).tolist()
+        [7.461, 14.923]
     """
     columns = _checked(
         epsilon=epsilon,
@@ -180,8 +176,7 @@ def noise_multiplier(
         steps=steps,
         sample_rate=sample_rate,
     )
-    names = ("epsilon", "delta", "records", "steps", "rate")
-    return on_cells(NoiseSearch(rough), names, columns)
+    return on_cells(NoiseSearch(rough), **columns)
 
 
 def calibrate(
@@ -222,40 +217,38 @@ def calibrate(
         >>> found.noise_multiplier.round(4).tolist(), found.amplified.tolist()
         ([0.471, 0.9641], [True, True])
     """
-    for name, value, known in (
-        ("amplification", amplification, ("lower", "poisson", "none")),
-        ("sampling", sampling, ("users", "records")),
-    ):
-        if value not in known:
+    for name, value in (("amplification", amplification), ("sampling", sampling)):
+        if value not in _CHOICES[name]:
             raise Refused(
-                f"{name} must be one of {known}, not {value!r}.", parameter=name
+                f"{name} must be one of {_CHOICES[name]}, not {value!r}.",
+                parameter=name,
             )
-    batch_size, users, steps, records = _checked(
+    batch, population, times, records = _checked(
         batch_size=batch_size,
         users=users,
         steps=steps,
         records_per_user=records_per_user,
-    )
+    ).values()
     if sampling == "users":
         records = np.ones_like(records)
-    rate = batch_size / (users * records)
+    batch, population = np.broadcast_arrays(batch, population * records)
+    rate = batch / population
     if (rate > 1).any():
         worst = np.unravel_index(rate.argmax(), rate.shape)
-        batch, limit = np.broadcast_arrays(batch_size, users * records)
         raise Refused(
-            f"batch_size must be at most the number of {sampling}, {limit[worst]:g}, "
-            f"not {batch[worst]:g}.",
+            f"batch_size must be at most the number of {sampling}, "
+            f"{population[worst]:g}, not {batch[worst]:g}.",
             parameter="batch_size",
         )
     poisson: Any = np.inf
     if amplification != "none":
-        poisson = noise_multiplier(epsilon, delta, steps, rate, records)
+        poisson = noise_multiplier(epsilon, delta, times, rate, records)
     fixed: Any = np.inf
     if amplification != "poisson":
         # The factor keeps a whole number whole in spite of rounding.
-        times = np.maximum(np.ceil(steps * rate * (1 - 1e-12)), 1)
-        fixed = records * gaussian_noise_multiplier(epsilon, delta, times)
-    return lower_noise(poisson, fixed, poisson <= fixed, batch_size)
+        times = np.maximum(np.ceil(times * rate * (1 - 1e-12)), 1)
+        fixed = records * np.sqrt(times) * noise_multiplier(epsilon, delta, 1, 1.0)
+    return lower_noise(poisson, fixed, poisson <= fixed, batch)
 
 
 def lower_noise(
@@ -265,3 +258,64 @@ def lower_noise(
     noise = np.where(amplified, poisson, fixed)
     parts = np.broadcast_arrays(noise, noise / batch_size, amplified)
     return Calibration(*map(plain, parts))
+
+
+def noise_left(
+    accountant: IAccountant,
+    epsilon: float,
+    delta: float,
+    sample_rate: float = 1.0,
+    steps: int = 1,
+    *,
+    record: Optional[Callable[[IAccountant, float], None]] = None,
+) -> float:
+    """
+    Returns the noise multiplier of a run that spends the rest of a budget, but for 0.01
+    of epsilon.
+
+    Args:
+        accountant: of the releases before the run; is not changed
+        epsilon, delta: of the whole budget
+        sample_rate, steps: of the run
+        record: for a run of another kind, in the place of these two: records it with an
+            accountant, at a noise
+
+    Raises:
+        Refused: if nothing is left
+
+    Example:
+        >>> from opacus.accountants import RDPAccountant
+        >>> accountant = RDPAccountant()
+        >>> accountant.step(noise_multiplier=20.0, sample_rate=1.0)
+        >>> f"{noise_left(accountant, 5.0, 1e-5, 0.1, 100):.2f}"
+        '1.29'
+    """
+
+    def spent(noise: float) -> float:
+        trial = deepcopy(accountant)  # with its state beside the history
+        if record is None:
+            trial.history = [*accountant.history, (noise, sample_rate, steps)]
+        else:
+            record(trial, noise)
+        return trial.get_epsilon(delta)
+
+    low, high = 0.0, 1.0
+    with progress(what="calibrating noise", unit="try") as bar:
+        while (reached := spent(high)) > epsilon:
+            bar.update()
+            low, high = high, 2 * high
+            if high > 1e4:
+                raise Refused(
+                    f"epsilon={epsilon:g} is spent before the first step: "
+                    f"{dict(accountant.state_dict())}.",
+                    parameter="epsilon",
+                    remedy="Raise epsilon, or leave out what was spent before.",
+                )
+        while epsilon - reached > 0.01 and high - low > 1e-4 * high:
+            bar.update()
+            middle = (low + high) / 2
+            if (trial := spent(middle)) <= epsilon:
+                high, reached = middle, trial
+            else:
+                low = middle
+    return high

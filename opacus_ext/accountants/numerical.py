@@ -3,8 +3,8 @@ Bounds of a composition of mechanisms, from their privacy profiles.
 
 The method is that of Gopi, Lee and Wutschitz, "Numerical composition of differential
 privacy" (2021): the privacy loss of each mechanism is put on a grid, the grids are
-convolved, and epsilon is read from the result. The grids and the reading are those of
-their package ``prv-accountant``. Four parts differ:
+convolved, and epsilon is read from the result. Four parts differ from their package
+``prv-accountant``:
 
 - The dots of the privacy profile are connected (Doroshenko et al., 2022) and losses are
   not rounded. The result dominates the true mechanism, so the upper bound needs no
@@ -20,7 +20,7 @@ their package ``prv-accountant``. Four parts differ:
 from __future__ import annotations
 
 import math
-from typing import Any, Callable, NamedTuple, Optional, Sequence, Tuple
+from typing import NamedTuple, Optional, Sequence, Tuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,11 +28,11 @@ from scipy.fft import irfft, next_fast_len, rfft
 from scipy.optimize import brentq
 from scipy.special import logsumexp
 
-from opacus_ext.accountants.profiles import Profile, total_variation
+from opacus_ext.accountants.profiles import Profile, delta_at
 
 #: Points of a grid: 2^20 of them take about 0.3 GB and a second for each mechanism.
 POINTS = 2**20
-#: The package computes exp(loss) in extended precision.
+#: Beyond, exp(loss) is too large for extended precision.
 _WIDEST = 1e4
 
 _ROUNDING = float(np.finfo(np.longdouble).eps)
@@ -107,8 +107,8 @@ class _Tails(NamedTuple):
         left = delta - self.cut
         if left <= 0:
             return math.inf
-        found = (self.above + _CONVERT - math.log(left)) / _ORDERS
-        return max(0.0, float(np.min(found)))
+        at_orders = (self.above + _CONVERT - math.log(left)) / _ORDERS
+        return max(0.0, float(np.min(at_orders)))
 
     def half(self, mass: float) -> float:
         """Returns a loss that is exceeded, on either side, with this probability."""
@@ -132,8 +132,7 @@ def _top(profile: Profile, mass: float) -> float:
     if last + 1 == len(_LOSSES) or left(_LOSSES[:1])[0] <= 0:
         return float(_LOSSES[last])
     between = _LOSSES[last], _LOSSES[last + 1]
-    found = brentq(lambda t: left(np.array([t]))[0], *between, rtol=1e-6)
-    return float(found * (1 + 1e-5))
+    return (1 + 1e-5) * brentq(lambda t: left(np.array([t]))[0], *between, rtol=1e-6)
 
 
 def _tails(steps: Sequence[Step], mass: float) -> _Tails:
@@ -141,7 +140,7 @@ def _tails(steps: Sequence[Step], mass: float) -> _Tails:
     above, under = np.zeros_like(_ORDERS), np.zeros_like(_ORDERS)
     cut = widest = 0.0
     for profile, count in steps:
-        start = total_variation(profile)
+        start = delta_at(profile, 0.0)
         if start == 0:
             continue
         # Losses far below the typical one count as 0 or as a thousandth of it.
@@ -163,40 +162,41 @@ def _tails(steps: Sequence[Step], mass: float) -> _Tails:
 class _Composed(NamedTuple):
     """The composition on a grid, and bounds of its errors."""
 
-    prv: Any  # its DiscretePrivacyRandomVariable
+    losses: NDArray
+    masses: NDArray
     loss_error: float  # the most by which a loss is too large
     delta_error: float
-    points: int
+
+    def delta(self, epsilon: float) -> float:
+        # Extended: exp(epsilon) overflows above 709.
+        gained = 1 - np.exp(np.longdouble(epsilon)) * np.exp(-self.losses)
+        return float(np.where(self.losses >= epsilon, self.masses * gained, 0.0).sum())
 
     def deltas(self, epsilon: float) -> Bounds:
-        # Extended: the package takes exp(epsilon), which overflows above 709.
-        at = [np.longdouble(epsilon + shift) for shift in (self.loss_error, 0.0)]
-        lower, found = (float(self.prv.compute_delta_estimate(x)) for x in at)
-        upper = min(found + self.delta_error, 1.0)
-        return Bounds(max(lower - self.delta_error, 0.0), max(found, 0.0), upper)
+        lower = self.delta(epsilon + self.loss_error) - self.delta_error
+        estimate = self.delta(epsilon)
+        upper = min(estimate + self.delta_error, 1.0)
+        return Bounds(max(lower, 0.0), max(estimate, 0.0), upper)
 
     def epsilons(self, delta: float) -> Bounds:
         """Returns bounds of epsilon, 0 where delta is not reached at any."""
-        most = float(self.prv.compute_delta_estimate(0.0))
-
-        def drowns(target: float, error: float = 0.0) -> bool:
-            """True if rounding is more than what is left: the package refuses it."""
-            return target - error <= self.points * _ROUNDING
+        most = self.delta(0.0)
+        # Sums over all losses from each point on: of P, and of Q times exp(point).
+        above = np.cumsum(self.masses[::-1])[::-1]
+        below = np.cumsum((self.masses * np.exp(-self.losses))[::-1])[::-1]
+        deltas = above - np.exp(self.losses) * below
 
         def read(target: float) -> float:
             if target >= most:
                 return 0.0
-            if drowns(target):
+            if target <= len(deltas) * _ROUNDING:  # it drowns
                 return math.inf
-            return self.prv.compute_epsilon(target, 0.0, 0.0)[1]
+            first = np.searchsorted(-deltas, -target)
+            return float(np.log((above[first] - target) / below[first]))
 
-        error = self.delta_error
-        if delta + error < most and not drowns(delta, error):
-            lower, estimate, upper = self.prv.compute_epsilon(delta, error, 0.0)
-        else:
-            lower, estimate, upper = map(read, (delta + error, delta, delta - error))
-        found = lower - self.loss_error, estimate, upper
-        return Bounds(*(max(float(x), 0.0) for x in found))
+        lower = read(delta + self.delta_error) - self.loss_error
+        values = lower, read(delta), read(delta - self.delta_error)
+        return Bounds(*(max(value, 0.0) for value in values))
 
 
 def _compose(
@@ -216,13 +216,6 @@ def _compose(
         return None
     right = next_fast_len(math.ceil(half / mesh) + 1)
     points, zero = 2 * right, right - 1
-    # Imported here, as few who import the package need it.
-    from prv_accountant.discrete_privacy_random_variable import (
-        DiscretePrivacyRandomVariable,
-    )
-    from prv_accountant.domain import Domain
-
-    domain = Domain(-zero * mesh, right * mesh, points)
     half = zero * mesh
     losses = (np.arange(points) - zero) * mesh
 
@@ -233,7 +226,7 @@ def _compose(
         # Extended precision: a tiny delta is the sum of what is far from the mode.
         p = np.roll(p.astype(np.longdouble), -zero)
         spectrum = spectrum * rfft(p) ** count
-    pmf = np.roll(irfft(spectrum, points), zero)
+    masses = np.roll(irfft(spectrum, points), zero)
 
     # Each loss is at most `mesh` from where it was, with exp(-difference) of mean 1:
     # by Hoeffding's lemma, then his inequality.
@@ -249,9 +242,9 @@ def _compose(
         )
     )
     rounding = (4 * total + 2 * points + 256) * _ROUNDING
-    prv = DiscretePrivacyRandomVariable(pmf, domain, log_pmc_inf=np.longdouble(0))
     error = part + around + cut + tails.cut + rounding
-    return _Composed(prv, loss_error, error, points)
+    extended = np.linspace(-half, right * mesh, points, dtype=np.longdouble)
+    return _Composed(extended, masses, loss_error, error)
 
 
 def epsilon_bounds(steps: Sequence[Step], delta: float) -> Bounds:
@@ -261,69 +254,67 @@ def epsilon_bounds(steps: Sequence[Step], delta: float) -> Bounds:
     Where no grid serves (epsilon above 10,000, or a delta that would drown in rounding)
     the upper bound is Chernoff's, that is the one of Renyi accounting, and the lower 0.
     """
-    if sum(count * total_variation(profile) for profile, count in steps) <= delta:
+    if sum(step.count * delta_at(step.profile, 0.0) for step in steps) <= delta:
         return Bounds(0.0, 0.0, 0.0)
-    if exact := _alone(steps):
-        top = 1.0
-        while exact(top) > delta:
-            top *= 2
-        precise = dict(xtol=1e-300, rtol=1e-12, maxiter=500)
-        return _near(brentq(lambda t: exact(t) - delta, 0, top, **precise))
+    if _is_single(steps):
+        return _near(_closed_epsilon(steps[0].profile, delta))
     error = delta / 1000
     tails = _tails(steps, error / 6)
-    upper = tails.epsilon(delta)
-    best = Bounds(0.0, upper, upper)
-    if math.isinf(upper):
+    best = Bounds(0.0, *[tails.epsilon(delta)] * 2)
+    if math.isinf(best.upper):
         return best
     # Chernoff's bound may be many times too large: a coarse grid finds the scale.
     coarse = True
     for _ in range(6):
         aim = _mesh_error(best.estimate, error) * (10 if coarse else 1)
-        before = best.estimate
-        found = _compose(steps, tails, aim, error)
-        if found is None:
+        composed = _compose(steps, tails, aim, error)
+        if composed is None:
             break
-        best = _tighter(best, found.epsilons(delta))
-        if best.estimate == 0 or not coarse or found.points >= POINTS:
+        before, best = best, _tighter(best, composed.epsilons(delta))
+        if best.estimate == 0 or not coarse or len(composed.losses) >= POINTS:
             break
-        coarse = best.estimate < before / 10
+        coarse = best.estimate < before.estimate / 10
     return best
 
 
 def delta_bounds(steps: Sequence[Step], epsilon: float) -> Bounds:
     """Returns a lower bound, an estimate and an upper bound of delta."""
-    if exact := _alone(steps):
-        near = _near(exact(epsilon))
+    if _is_single(steps):
+        near = _near(delta_at(steps[0].profile, epsilon))
         return near._replace(upper=min(near.upper, 1.0))
-    if not any(total_variation(profile) for profile, _ in steps):
+    if not any(delta_at(step.profile, 0.0) for step in steps):
         return Bounds(0.0, 0.0, 0.0)
     tails = _tails(steps, 1e-9)
-    upper = tails.cut + math.exp(tails.log_delta(epsilon))
-    upper = min(upper, 1.0)
-    best = Bounds(0.0, upper, upper)
-    width, scale = 1e-2, best.upper
+    scale = min(tails.cut + math.exp(tails.log_delta(epsilon)), 1.0)
+    best, width = Bounds(0.0, scale, scale), 1e-2
     for _ in range(8):
         if scale < 1e-15:  # what rounding leaves
             break
         tails = _tails(steps, scale / 6000)
-        found = _compose(steps, tails, width * tails.half(scale), scale / 1000)
-        if found is None or best.upper == 0:
+        composed = _compose(steps, tails, width * tails.half(scale), scale / 1000)
+        if composed is None or best.upper == 0:
             break
-        best = _tighter(best, found.deltas(epsilon))
+        best = _tighter(best, composed.deltas(epsilon))
         if best.estimate < scale / 2:  # too coarse a scale
             scale = max(best.estimate, best.upper / 100)
-        elif best.lower < 0.98 * best.upper and found.points < POINTS:
+        elif best.lower < 0.98 * best.upper and len(composed.losses) < POINTS:
             width *= max(0.01 / (1 - best.lower / best.upper), 1e-3)
         else:
             break
     return best
 
 
-def _alone(steps: Sequence[Step]) -> Optional[Callable[[float], float]]:
-    """Returns delta as a function of epsilon if it has a closed form: of one step."""
-    if len(steps) != 1 or steps[0].count != 1:
-        return None
-    return lambda t: float(steps[0].profile(np.array([t]))[0])
+def _is_single(steps: Sequence[Step]) -> bool:
+    """True if delta has a closed form: of a mechanism that is used once."""
+    return len(steps) == 1 and steps[0].count == 1
+
+
+def _closed_epsilon(profile: Profile, delta: float) -> float:
+    top = 1.0
+    while delta_at(profile, top) > delta:
+        top *= 2
+    precise = dict(xtol=1e-300, rtol=1e-12, maxiter=500)
+    return brentq(lambda t: delta_at(profile, t) - delta, 0, top, **precise)
 
 
 def _near(value: float) -> Bounds:

@@ -14,7 +14,7 @@ from typing import Callable
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from scipy.optimize import brentq
-from scipy.special import erfcx, log_ndtr, ndtr
+from scipy.special import erfcx, ndtr
 
 Profile = Callable[[NDArray], NDArray]
 
@@ -50,36 +50,31 @@ def gaussian(noise_multiplier: float) -> Profile:
     return partial(_symmetric, partial(_gaussian_delta, 1 / noise_multiplier))
 
 
-def gaussian_log_delta(mu: ArrayLike, epsilon: ArrayLike) -> NDArray:
-    """
-    Returns ``log delta(epsilon)`` of N(mu, 1) against N(0, 1), also where delta is too
-    small for a float (Balle and Wang, 2018, theorem 5).
-    """
-    half, shift = np.divide(mu, 2), np.divide(epsilon, mu)
-    log_upper = log_ndtr(half - shift)
-    gap = np.minimum(epsilon + log_ndtr(-half - shift) - log_upper, -1e-300)
-    return log_upper + np.log(-np.expm1(gap))
-
-
-def gaussian_sensitivity(epsilon: ArrayLike, log_delta: ArrayLike) -> NDArray:
-    """
-    Returns the largest sensitivity, in standard deviations of the noise, that keeps to
-    a budget: to a relative 1e-13, and never one that exceeds the budget.
-    """
-    return np.vectorize(_sensitivity, otypes=[float])(epsilon, log_delta)
+def log_delta(profile: Profile, epsilon: float) -> float:
+    """Returns the log of delta; -1e6 where delta is too small for a float."""
+    value = delta_at(profile, epsilon)
+    return math.log(value) if value > 0 else -1e6
 
 
 @lru_cache(maxsize=4096)
-def _sensitivity(epsilon: float, log_delta: float) -> float:
+def gaussian_sensitivity(epsilon: float, log_target: float) -> float:
+    """
+    Returns the largest sensitivity, in standard deviations of the noise, that keeps to
+    a budget: to a relative 1e-13, and never one that exceeds the budget.
+
+    Args:
+        log_target: the log of the budget's delta
+    """
+
     def excess(log_mu: float) -> float:
-        spent = -float(gaussian_log_delta(math.exp(log_mu), epsilon))
-        return math.log(-log_delta / min(max(spent, 1e-300), 1e300))
+        spent = -log_delta(gaussian(math.exp(-log_mu)), epsilon)
+        return math.log(-log_target / max(spent, 1e-300))
 
     tolerance = 1e-14
-    found = brentq(excess, -35.0, 35.0, xtol=tolerance)
-    while excess(found) > 0:  # brentq may end on either side
-        found, tolerance = found - 2 * tolerance, 2 * tolerance
-    return math.exp(found)
+    log_mu = brentq(excess, -35.0, 35.0, xtol=tolerance)
+    while excess(log_mu) > 0:  # brentq may end on either side
+        log_mu, tolerance = log_mu - 2 * tolerance, 2 * tolerance
+    return math.exp(log_mu)
 
 
 def unsampled_epsilon(epsilon: ArrayLike, sample_rate: float) -> NDArray:
@@ -108,6 +103,6 @@ def sampled(profile: Profile, sample_rate: float) -> Profile:
     return profile if sample_rate == 1 else delta
 
 
-def total_variation(profile: Profile) -> float:
-    """Returns the distance of the two output distributions: delta at epsilon 0."""
-    return float(profile(np.zeros(1))[0])
+def delta_at(profile: Profile, epsilon: float) -> float:
+    """Returns one value; at epsilon 0 the distance of the two output distributions."""
+    return float(profile(np.array([epsilon]))[0])

@@ -17,14 +17,19 @@ from __future__ import annotations
 import math
 import threading
 from contextlib import contextmanager
-from typing import Iterator, NamedTuple, Tuple
+from typing import Callable, Iterator, NamedTuple, Optional, Tuple
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import brentq
 from scipy.special import erfc, gammaln, log_ndtr
 
-from opacus_ext.accountants.profiles import gaussian_log_delta, unsampled_epsilon
+from opacus_ext.accountants.profiles import (
+    gaussian,
+    log_delta,
+    sampled,
+    unsampled_epsilon,
+)
 
 FAR = 38.0  # standard deviations: the mass beyond is less than any float
 _PRECISION = 1e-5  # of delta, relative, despite all cancellation
@@ -39,9 +44,13 @@ _GRADING = 16.0  # widths of the saddle after which the points spread out
 
 class TooHardError(ArithmeticError):
     """
-    Raised when the sums need more points, or more digits, than there are. Its argument,
-    if any, is a rough value of the result.
+    Raised when the sums need more points, or more digits, than there are. ``rough`` is
+    about what the result would be, if that is known.
     """
+
+    def __init__(self, rough: Optional[float] = None):
+        super().__init__()
+        self.rough = rough
 
 
 class Work(threading.local):
@@ -51,16 +60,16 @@ class Work(threading.local):
     """
 
     left = math.inf
-    rest = math.inf  # for several answers together
 
     @contextmanager
     def bounded(self, entries: float) -> Iterator[None]:
-        """Bounds all answers within the context together."""
-        self.rest = entries
+        """Bounds all answers within the context together; contexts may be nested."""
+        outer, allowed = self.left, min(entries, self.left)
+        self.left = allowed
         try:
             yield
         finally:
-            self.rest = math.inf
+            self.left = outer - (allowed - self.left)
 
     def spend(self, entries: float) -> None:
         """Raises TooHardError if fewer entries are left."""
@@ -99,21 +108,16 @@ class SampledGaussian(NamedTuple):
 
     def loss(self, x: NDArray) -> NDArray:
         """Returns ``L(x)``, [n] complex, precise where it is small."""
-        WORK.spend(8 * len(x) * self.records)  # complex entries take longer
-        rows = max(1, _CHUNK // self.records)
-        parts = [self._loss(x[i : i + rows]) for i in range(0, len(x), rows)]
-        return np.concatenate(parts)
+        return in_chunks(self._loss, x, self.records, 8)  # complex ones take longer
 
     def _loss(self, x: NDArray) -> NDArray:
         j = np.arange(1, self.records + 1)
         exponent = (2 * x[:, None] - j) * (j / (2 * self.noise**2))
         log_weight = self.log_binomial()[1:]
         log_term = exponent + log_weight
-        largest = np.append(log_term, np.full((len(x), 1), self.least), axis=1)
-        rows = np.arange(len(x))
-        largest = largest[rows, largest.real.argmax(axis=1)]
-        terms = np.exp(log_term - largest[:, None]).sum(axis=1)
-        loss = largest + np.log(terms + np.exp(self.least - largest))
+        every = np.append(log_term, np.full((len(x), 1), self.least), axis=1)
+        largest = every[np.arange(len(x)), every.real.argmax(axis=1)]
+        loss = largest + np.log(np.exp(every - largest[:, None]).sum(axis=1))
 
         # A small loss is log1p of sum_j w_j (exp(..) - 1), which loses no digits.
         near = np.abs(loss) < 0.5
@@ -139,6 +143,15 @@ class SampledGaussian(NamedTuple):
         if excess(high) <= 0:
             return high
         return brentq(excess, low, high) if excess(low) < 0 else low
+
+
+def in_chunks(
+    f: Callable[[NDArray], NDArray], x: NDArray, width: int, cost: float = 1
+) -> NDArray:
+    """Returns ``f(x)``, with matrices of so many columns and few rows at a time."""
+    WORK.spend(cost * len(x) * width)
+    rows = max(1, _CHUNK // width)
+    return np.concatenate([f(x[i : i + rows]) for i in range(0, len(x), rows)])
 
 
 def log1p(u: NDArray) -> NDArray:
@@ -231,11 +244,9 @@ def log_profile(
     s, q, k = step
     if s == 0:
         return math.log(sampled_ever(q, steps * k)), tilt
-    if q == 1:
-        return float(gaussian_log_delta(k * math.sqrt(steps) / s, epsilon)), tilt
-    if steps == k == 1:
-        log_delta = gaussian_log_delta(1 / s, unsampled_epsilon(epsilon, q))
-        return float(log_delta) + math.log(q), tilt
+    if q == 1 or steps == k == 1:
+        closed_form = sampled(gaussian(s / (k * math.sqrt(steps))), q)
+        return log_delta(closed_form, epsilon), tilt
     return log_delta_of_steps(step, steps, epsilon, tilt, fineness)
 
 
@@ -287,12 +298,8 @@ def log_delta_of_steps(
     def integrand(u: NDArray) -> NDArray:
         y = scale * np.sinh(u / _GRADING)
         z = t + 1j * y
-        WORK.spend(len(y) * len(loss))
-        rows = max(1, _CHUNK // len(loss))
-        excess = [
-            _excess(y[i : i + rows], loss, weight) for i in range(0, len(y), rows)
-        ]
-        values = np.exp(steps * log1p(np.concatenate(excess)) - 1j * y * epsilon)
+        excess = in_chunks(lambda y: _excess(y, loss, weight), y, len(loss))
+        values = np.exp(steps * log1p(excess) - 1j * y * epsilon)
         values *= t * (t + 1) / (z * (z + 1)) * np.cosh(u / _GRADING)
         return values * erfc(7 * (y / window - 1)) / 2
 

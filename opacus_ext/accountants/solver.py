@@ -1,10 +1,10 @@
-"""Solvers for noise, epsilon and delta on grids, and checks of what they find."""
+"""Solvers for noise and delta on grids, and checks of what they find."""
 
 from __future__ import annotations
 
 import math
 from contextlib import suppress
-from typing import Any, Callable, Sequence, Tuple
+from typing import Any, Callable, Dict, List, Tuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -23,6 +23,12 @@ from opacus_ext.refused import Refused
 
 MARGIN = 5e-5  # of delta, relative, that a calibrated noise leaves unspent
 _WORK = 2.0**30  # of a cell: 10 seconds, where most take a thousandth of it
+_BOUNDS: Dict[str, Callable[[NDArray, float], NDArray]] = {
+    "above": np.greater,
+    "at_least": np.greater_equal,
+    "below": np.less,
+    "at_most": np.less_equal,
+}
 
 
 def central_limit(mu: ArrayLike, sample_rate: ArrayLike, steps: ArrayLike) -> Any:
@@ -31,11 +37,6 @@ def central_limit(mu: ArrayLike, sample_rate: ArrayLike, steps: ArrayLike) -> An
     "Deep learning with Gaussian differential privacy", 2020).
     """
     return 1 / np.sqrt(np.log1p((np.divide(mu, sample_rate)) ** 2 / steps))
-
-
-def log_target(delta: ArrayLike) -> Any:
-    """Returns the aim of a search for noise: a little less than the log of delta."""
-    return np.log(delta) + math.log1p(-MARGIN)
 
 
 class NoiseSearch:
@@ -47,27 +48,29 @@ class NoiseSearch:
     def __init__(self, rough: bool = False) -> None:
         self.rough = rough
         self.budget: Any = None
-        self.forget()
 
     def forget(self) -> None:
         """Drops what the cell before has taught."""
         self.tilt, self.slope, self.off = 1.0, 2.0, 0.0
 
     def __call__(
-        self, epsilon: float, delta: float, k: float, steps: float, q: float
+        self,
+        epsilon: float,
+        delta: float,
+        records_per_user: float,
+        steps: float,
+        sample_rate: float,
     ) -> float:
+        q, k = sample_rate, int(records_per_user)
         # The tolerance is for the rounding of a rate that equals delta.
         if sampled_ever(q, steps * k) <= delta * (1 + 1e-12):
             return 0.0
-        log_delta = log_target(delta)
-        if q == 1:
-            return (
-                k * math.sqrt(steps) / float(gaussian_sensitivity(epsilon, log_delta))
-            )
-        if steps == k == 1:
-            alone = unsampled_epsilon(epsilon, q)
-            return 1 / float(gaussian_sensitivity(alone, log_delta - math.log(q)))
-        mu = float(gaussian_sensitivity(epsilon, math.log(delta)))
+        log_target = math.log(delta) + math.log1p(-MARGIN)
+        if q == 1 or steps == k == 1:
+            alone = float(unsampled_epsilon(epsilon, q))
+            mu = gaussian_sensitivity(alone, log_target - math.log(q))
+            return k * math.sqrt(steps) / mu
+        mu = gaussian_sensitivity(epsilon, math.log(delta))
         limit = math.log(central_limit(mu / k, q, steps))
         if self.budget != (epsilon, delta, k):
             self.forget()
@@ -78,16 +81,16 @@ class NoiseSearch:
                 self.forget()
 
             def excess(log_noise: float) -> float:
-                step = SampledGaussian(math.exp(log_noise), q, int(k))
+                step = SampledGaussian(math.exp(log_noise), q, k)
                 try:
                     value, self.tilt = log_delta_of_steps(
                         step, steps, epsilon, self.tilt, fineness
                     )
                 except TooHardError as error:
-                    if not error.args:
+                    if error.rough is None:
                         raise
-                    value = error.args[0]  # a rough one serves on the way
-                return math.log(max(-value, 1e-300) / -log_delta)
+                    value = error.rough  # it serves on the way
+                return math.log(max(-value, 1e-300) / -log_target)
 
             tolerance = 3e-3 if self.rough else 3e-6
             log_noise, self.slope = root(
@@ -95,9 +98,9 @@ class NoiseSearch:
             )
             noise = math.exp(log_noise)
             if not self.rough:  # other sums must find that the budget holds
-                step = SampledGaussian(noise, q, int(k))
-                found = log_profile(step, steps, epsilon, self.tilt, 1.2)[0]
-                if not -1e-3 < found - math.log(delta) <= 0:
+                step = SampledGaussian(noise, q, k)
+                spent = log_profile(step, steps, epsilon, self.tilt, 1.2)[0]
+                if not -1e-3 < spent - math.log(delta) <= 0:
                     raise TooHardError
             self.off = log_noise - limit
             return noise
@@ -138,30 +141,25 @@ def surely(attempt: Callable[[float], float]) -> float:
     return attempt(1.4)
 
 
-def on_cells(
-    solve: Callable[..., float], names: Sequence[str], columns: Sequence[NDArray]
-) -> Any:
+def on_cells(solve: Callable[..., float], **columns: NDArray) -> Any:
     """Calls ``solve`` for each distinct row of the broadcast columns, in order."""
-    columns = np.broadcast_arrays(*columns)
-    rows = np.stack([column.ravel() for column in columns], axis=1)
-    rows, where = np.unique(rows, axis=0, return_inverse=True)
-    values = np.empty(len(rows))
-    bar = progress(rows, "calibrating noise", show=len(rows) > 1)
-    for i, row in enumerate(bar):
-        allowed = WORK.left = min(_WORK, WORK.rest)
+    broadcast = np.broadcast_arrays(*columns.values())
+    rows = np.stack([column.ravel() for column in broadcast], axis=1)
+    rows, inverse = np.unique(rows, axis=0, return_inverse=True)
+    values: List[float] = []
+    for row in progress(rows, "calibrating noise", show=len(rows) > 1):
+        cell = dict(zip(columns, row.tolist()))
         try:
-            values[i] = solve(*row.tolist())
+            with WORK.bounded(_WORK):
+                values.append(solve(**cell))
         except TooHardError:
-            cell = ", ".join(f"{name} = {x:g}" for name, x in zip(names, row))
+            told = ", ".join(f"{name} = {x:g}" for name, x in cell.items())
             raise Refused(
-                f"{cell}: too extreme for an answer that is certain to a part in "
+                f"{told}: too extreme for an answer that is certain to a part in "
                 "10,000, in seconds.",
                 remedy="Take a less extreme epsilon, delta, rate or number of steps.",
             ) from None
-        finally:
-            WORK.rest -= allowed - WORK.left
-            WORK.left = math.inf
-    return plain(values[where.ravel()].reshape(columns[0].shape))
+    return plain(np.array(values)[inverse.ravel()].reshape(broadcast[0].shape))
 
 
 def plain(values: NDArray) -> Any:
@@ -170,16 +168,15 @@ def plain(values: NDArray) -> Any:
 
 
 def checked(
-    name: str,
-    value: ArrayLike,
-    *,
-    above: float = -math.inf,
-    at_least: float = -math.inf,
-    below: float = math.inf,
-    at_most: float = math.inf,
-    whole: bool = False,
+    name: str, value: ArrayLike, *, whole: bool = False, **bounds: float
 ) -> NDArray:
-    """Returns ``value`` as float64; refuses one that is out of its range."""
+    """
+    Returns ``value`` as float64; refuses what is not finite, or out of its range.
+
+    Args:
+        whole: True for whole numbers only
+        **bounds: any of ``above``, ``at_least``, ``below`` and ``at_most``
+    """
     try:
         array = np.asarray(value, dtype=np.float64)
     except (TypeError, ValueError):
@@ -190,15 +187,14 @@ def checked(
         raise Refused(
             f"{name} is empty.", parameter=name, remedy="Pass a number or more."
         )
-    good = np.isfinite(array) & (array > above) & (array >= at_least)
-    good &= (array < below) & (array <= at_most)
+    good = np.isfinite(array)
     if whole:
         good &= array == np.floor(array)
+    wanted = ["whole" if whole else "finite"]
+    for kind, bound in bounds.items():
+        good &= _BOUNDS[kind](array, bound)
+        wanted.append(f"{kind.replace('_', ' ')} {bound:g}")
     if not good.all():
-        limits = {"above": above, "at least": at_least}
-        limits |= {"below": below, "at most": at_most}
-        wanted = ["whole" if whole else "finite"]
-        wanted += [f"{how} {x:g}" for how, x in limits.items() if abs(x) < math.inf]
         raise Refused(
             f"{name} must be {' and '.join(wanted)}, not {array[~good].flat[0]:g}.",
             parameter=name,

@@ -35,36 +35,35 @@ class WithCanaries(nn.Module):
         super().__init__()
         self.model, self.loss_fn, self.norm = model, loss_fn, norm
         source = torch.Generator().manual_seed(0)
-        orders = []
-        for name, p in model.named_parameters():
-            if p.requires_grad:
-                order = torch.randperm(p.numel(), generator=source)[:count]
-                orders.append([(name, i) for i in order.tolist()])
-        turns = [place for turn in zip_longest(*orders) for place in turn if place]
+        orders, before = [], 0
+        for p in self._trainable():
+            order = torch.randperm(p.numel(), generator=source)[:count]
+            orders.append((before + order).tolist())
+            before += p.numel()
+        turns = [i for turn in zip_longest(*orders) for i in turn if i is not None]
         if count > len(turns):
             what = f"{count} canaries do not fit into {len(turns)} entries."
             raise Refused(what, parameter="canaries", remedy="Take fewer.")
-        #: Each canary's parameter, and its entry, counted in the flattened parameter.
-        self.places: List[Tuple[str, int]] = turns[:count]
+        #: Each canary's entry, counted over all trainable parameters.
+        self.places = torch.tensor(turns[:count])
+
+    def _trainable(self) -> List[nn.Parameter]:
+        return [p for p in self.model.parameters() if p.requires_grad]
+
+    def _entries(self) -> torch.Tensor:
+        flat = torch.cat([p.flatten() for p in self._trainable()])
+        return flat[self.places.to(flat.device)]
 
     def forward(self, batch: Tuple[torch.Tensor, Any]) -> torch.Tensor:
         """Losses ``[B]`` of marks ``[B]`` (a canary's number, or -1) and records."""
         mark, records = batch
-        values = dict(self.model.named_parameters())
         losses = self.loss_fn(self.model, records)
-        found = torch.zeros_like(losses)
-        for name in dict.fromkeys(name for name, _ in self.places):
-            places = [place if n == name else -1 for n, place in self.places]
-            place = torch.tensor(places, device=mark.device)[mark.clamp(min=0)]
-            value = values[name].flatten()[place.clamp(min=0)].to(losses.dtype)
-            found = torch.where(place >= 0, value, found)
-        return torch.where(mark >= 0, self.norm * found, losses)
+        canaries = self.norm * self._entries()[mark.clamp(min=0)].to(losses.dtype)
+        return torch.where(mark >= 0, canaries, losses)
 
     def entries(self) -> torch.Tensor:
         """The current values of the canaries' entries ``[m]``."""
-        values = dict(self.model.named_parameters())
-        found = [values[name].detach().flatten()[place] for name, place in self.places]
-        return torch.stack(found).cpu()
+        return self._entries().detach().cpu()
 
 
 def marked(records: Any, canaries: Iterable[int] = ()) -> List[Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any, Callable, List, Mapping, Optional, Sequence, Tuple
 
 import numpy as np
@@ -14,9 +13,8 @@ from torch.utils.data import DataLoader, TensorDataset, default_collate
 from opacus_ext.audit import canaries as inserted
 from opacus_ext.audit.bounds import gaussian_epsilon
 from opacus_ext.audit.report import Audit, Finding
-from opacus_ext.checks.subject import LossFn, no_dropout
+from opacus_ext.checks import subject
 from opacus_ext.engine import PrivacyEngine
-from opacus_ext.losses import PerSample
 from opacus_ext.private_torch import tree_map
 from opacus_ext.progress import progress
 from opacus_ext.refused import Refused
@@ -26,7 +24,7 @@ Collate = Callable[[List[Any]], Any]
 Release = Callable[[Sequence[Any]], torch.Tensor]
 
 
-class PrivateStep:
+class PrivateStep(subject.PrivateStep):
     """
     The package's own step as a :data:`Release`: the noisy sum of clipped gradients,
     read off the change of the parameters. Each step begins with the same parameters.
@@ -47,42 +45,30 @@ class PrivateStep:
     def __init__(
         self,
         model: nn.Module,
-        loss_fn: LossFn,
+        loss_fn: subject.LossFn,
         samples: Sequence[Any],
         *,
         collate: Collate = default_collate,
         **options: Any,
     ):
         self.engine = PrivacyEngine(accountant="prv_bounds")
-        self.model: Any = copy.deepcopy(model).train()
-        no_dropout(self.model)
-        named = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
-        self.sizes = {name: p.numel() for name, p in named.items()}
-        self._starts = [(p, p.detach().clone()) for p in named.values()]
-        self._loss_fn, self._collate = loss_fn, collate
+        self.model: Any = subject.without_dropout(model).train()
+        self._collate = collate
         self._empty = tree_map(lambda x: x[:0], collate(list(samples)))
         options.setdefault("data_loader", DataLoader(TensorDataset(torch.zeros(1))))
         options.setdefault("grad_sample_mode", "ghost_bk")
-        self._private, self._optimizer, *given, self.loader = self.engine.make_private(
-            module=self.model,
-            optimizer=torch.optim.SGD(named.values(), lr=1.0),
-            criterion=PerSample(),
-            **options,
-        )
-        self._mean = given[0] if given else PerSample()
-
-    def step(self, batch: Any) -> None:
-        """Takes one step from the current parameters."""
-        self._optimizer.zero_grad()
-        self._mean(self._loss_fn(self._private, batch)).backward()
-        self._optimizer.step()
+        super().__init__(self.engine, self.model, loss_fn, lr=1.0, **options)
+        named = self.model.named_parameters()
+        self.sizes = {name: p.numel() for name, p in named if p.requires_grad}
+        self._starts = [p.detach().clone() for p in self.params]
 
     def __call__(self, samples: Sequence[Any]) -> torch.Tensor:
         """The release ``[P]`` for these samples, of which there may be none."""
         self.step(self._collate(list(samples)) if len(samples) else self._empty)
+        pairs = list(zip(self._starts, self.params))
         with torch.no_grad():
-            changes = [(start - p).flatten().cpu() for p, start in self._starts]
-            for p, start in self._starts:
+            changes = [(start - p).flatten().cpu() for start, p in pairs]
+            for start, p in pairs:
                 p.copy_(start)
         return torch.cat(changes)
 
@@ -162,7 +148,7 @@ def _noise(sums: np.ndarray, sizes: Mapping[str, int], level: float) -> List[Fin
 
 def audit_model(
     model: nn.Module,
-    loss_fn: LossFn,
+    loss_fn: subject.LossFn,
     records: Any,
     *,
     canaries: int = 16,

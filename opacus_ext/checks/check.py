@@ -7,32 +7,29 @@ from __future__ import annotations
 
 import warnings
 from contextlib import suppress
-from functools import partial
 from typing import Any, List, Optional, Sequence, Union
 
+import numpy as np
 import torch
 from opacus import PrivacyEngine
 from opacus.grad_sample import AbstractGradSampleModule
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from opacus_ext.checks.leaks import Leak, first_leak
+from opacus_ext.checks.leaks import first_leak
 from opacus_ext.checks.report import Cell, PerSampleGradientReport
 from opacus_ext.checks.subject import (
     LossFn,
+    PrivateStep,
     Subject,
     T,
     close,
-    gradients,
     largest,
-    lowest_dtype,
     not_per_sample,
-    random_state_kept,
     rows_of,
     tensors_of,
 )
 from opacus_ext.grad_sample.parallel.sharding import find_group
-from opacus_ext.losses import PerSample
 from opacus_ext.progress import progress
 from opacus_ext.refused import Refused
 
@@ -95,14 +92,14 @@ def check_per_sample_gradients(
     """
     _refuse_model(model)
     names = [name for name, p in model.named_parameters() if p.requires_grad]
-    with random_state_kept(model), torch.enable_grad():
+    on_cuda = any(p.is_cuda for p in model.parameters())
+    devices = range(torch.cuda.device_count()) if on_cuda else []
+    with torch.random.fork_rng(devices), torch.enable_grad():
         subject = Subject(model, batch, loss_fn, dtype)
-        params = (p for p in subject.model().parameters() if p.requires_grad)
-        lowest = lowest_dtype(subject.losses, next(params).dtype)
+        lowest = _lowest_dtype(subject)
         report = PerSampleGradientReport(
             cells={name: {mode: Cell("not run") for mode in modes} for name in names},
             modes=tuple(modes),
-            max_grad_norm=float("nan"),
             tolerance=_TOLERANCES.get(lowest, 5e-2),
             dtype=lowest,
         )
@@ -121,7 +118,7 @@ def check_per_sample_gradients(
 
 def find_leaks(
     model: nn.Module, batch: Any, loss_fn: Union[nn.Module, LossFn]
-) -> List[Leak]:
+) -> List[str]:
     """
     Finds what makes one sample's loss depend on another: statistics over the batch, an
     expert's capacity counted over the batch, a mean over all tokens of the batch. Then
@@ -134,7 +131,8 @@ def find_leaks(
         model, batch, loss_fn: as there
 
     Returns:
-        the leaks, by the module in which they begin; none if all is well
+        for each leak the module or loss in which it begins, what was seen, and what to
+        do; none if all is well
 
     Raises:
         Refused: for a batch of fewer than two different samples, and for a random loss
@@ -143,24 +141,26 @@ def find_leaks(
         >>> model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
         >>> batch = torch.randn(5, 3), torch.randint(0, 2, (5,))
         >>> for leak in find_leaks(model, batch, nn.CrossEntropyLoss()):
-        ...     print(leak.where)
+        ...     print(leak.split(":")[0])
         1 (BatchNorm1d)
     """
     refuse_alike(batch)
     size = len(tensors_of(batch)[0])
-    some = rows_of(batch, torch.linspace(0, size - 1, min(size, 8)).long(), size)
+    some = rows_of(
+        batch, np.linspace(0, size - 1, min(size, 8), dtype=int).tolist(), size
+    )
     report = check_per_sample_gradients(model, some, loss_fn, (), verbose=False)
     if report.random:
         raise Refused(f"It can't be compared: {report.findings[0]}.")
-    return report.leaks or [Leak("the model", f"{x}.", "") for x in report.findings]
+    return report.leaks or [f"the model: {text}." for text in report.findings]
 
 
 def refuse_alike(batch: Any) -> None:
     """Refuses a batch that shows no leak: of one sample, or of samples alike."""
     tensors = tensors_of(batch)
     size = len(tensors[0]) if tensors else 0
-    own = [x for x in tensors if len(x) == size]
-    if size < 2 or all(torch.equal(x, x[:1].expand_as(x)) for x in own):
+    cut = [x for x in tensors if len(x) == size]
+    if size < 2 or all(torch.equal(x, x[:1].expand_as(x)) for x in cut):
         raise Refused(
             "Leaks are seen in a batch of two samples or more that differ.",
             parameter="batch",
@@ -188,28 +188,35 @@ def _refuse_model(model: nn.Module) -> None:
     raise Refused(f"The model {reason}.", parameter="model", remedy=remedy)
 
 
+def _lowest_dtype(subject: Subject) -> torch.dtype:
+    """The least exact dtype in the graph of the losses, and of the parameters."""
+    dtype = next(p.dtype for p in subject.model().parameters() if p.requires_grad)
+    nodes: List[Any] = [subject.losses.grad_fn]
+    seen = {None, *nodes}
+    for node in filter(None, nodes):  # more are added on the way
+        dtypes = [getattr(x, "dtype", dtype) for x in node._input_metadata]
+        floats = [kind for kind in dtypes if kind.is_floating_point]
+        dtype = max([dtype, *floats], key=lambda kind: torch.finfo(kind).eps)
+        children = {child for child, _ in node.next_functions} - seen
+        nodes += children
+        seen |= children
+    return dtype
+
+
 # -- the model by itself -------------------------------------------------------------
 
 
 def _find_randomness(subject: Subject, report: PerSampleGradientReport) -> None:
     """Reports losses that are not the same in a second run."""
-    again, other = (
-        subject.run(subject.model(), subject.batch, seed=seed) for seed in (0, 1)
-    )
-    report.random = True
-    if not torch.equal(subject.losses, again):
+    again = subject.run(subject.model(), subject.batch, seed=1)
+    report.random = not torch.equal(subject.losses, again)
+    if report.random:
         report.findings.append(
-            "the loss of the same batch changes from run to run with the same random "
-            "numbers: something outside of the model keeps what it has seen (a global, "
-            "a closure), or draws numbers of its own"
+            "the loss of the same batch changes from run to run: it is random (dropout "
+            "through F.dropout, sampled routing, ...), which you switch off in the "
+            "model to compare; or something outside of the model keeps what it has "
+            "seen (a global, a closure)"
         )
-    elif not torch.equal(subject.losses, other):
-        report.findings.append(
-            "the loss is random (dropout through F.dropout, sampled routing, ...): "
-            "switch that off in the model to compare"
-        )
-    else:
-        report.random = False
 
 
 def _samples_alone(
@@ -220,15 +227,14 @@ def _samples_alone(
     can't be run. Reports the samples whose loss or gradient the rest of the batch
     changes.
     """
-    together = subject.model()
+    together, rows, others = subject.model(), [], report.cross_sample
     losses = subject.run(together, subject.batch)
-    rows, found, tolerance = [], report.cross_sample, report.tolerance
-    for b, sample in enumerate(subject.samples()):
+    for b, sample in enumerate(progress(subject.samples, "running samples alone")):
         alone = subject.model()
         try:
             loss = subject.run(alone, sample)
         except Exception as error:
-            found.append(b)
+            others.append(b)
             report.findings.append(
                 f"sample {b} cannot be run in a batch of its own, so its gradient is "
                 f"not defined: {_INVALID} as it is ({type(error).__name__}: {error})"
@@ -236,49 +242,66 @@ def _samples_alone(
             return None
         if len(loss) != 1:
             raise not_per_sample(f"{len(loss)} losses for a batch of one sample")
-        grads, beside = gradients(loss[0], alone), gradients(losses[b], together)
-        scale = max([1e-12, *map(largest, beside)])
-        same = all(close(x, y, tolerance, scale) for x, y in zip(grads, beside))
-        if not (same and close(loss[0], losses[b], tolerance, 1e-3)):
-            found.append(b)
-        rows.append(grads)
-    if found:
-        which = ", ".join(map(str, found[:8])) + ", ..." * (len(found) > 8)
+        rows.append(_gradients(loss[0], alone))
+        beside = [losses[b], *_gradients(losses[b], together)]
+        if not _same([loss[0], *rows[-1]], beside, report):
+            others.append(b)
+    if others:
+        which = ", ".join(map(str, others[:8])) + ", ..." * (len(others) > 8)
         report.findings.append(
-            f"the loss of sample{'s' * (len(found) > 1)} {which} changes with the "
+            f"the loss of sample{'s' * (len(others) > 1)} {which} changes with the "
             "other samples in the batch (BatchNorm, a balancing loss or a capacity "
             f"counted over the batch?): {_INVALID}"
         )
     return [torch.stack(grads) for grads in zip(*rows)]
 
 
+def _gradients(loss: T, model: nn.Module) -> Sequence[T]:
+    """The dense gradient of each trainable parameter; zero where there is none."""
+    params = [p for p in model.parameters() if p.requires_grad]
+    # Nothing of each parameter is added, so that each has a gradient.
+    nothing = torch.stack([p.flatten()[:0].sum().to(loss) for p in params]).sum()
+    return torch.autograd.grad(loss + nothing, params, retain_graph=True)
+
+
 def _compare_batches(subject: Subject, report: PerSampleGradientReport) -> None:
     """
-    Runs two batches that share sample 0, and the first again. Its loss must depend
-    neither on the samples around it nor on the batch before.
+    Runs two batches that share sample 0, and the first again. Its loss and gradient
+    must depend neither on the samples around it nor on the batch before.
     """
     first, last = subject.batch, len(subject.losses) - 1
     other = rows_of(first, [0, last if last > 1 else 0], last + 1)
-    found = []
-    for batch in (first, other):  # in a new model each
+
+    def first_sample(*batches: Any) -> List[T]:
+        """What the last of these batches gives, in a new model."""
         model = subject.model()
-        with suppress(Exception):  # a model may take batches of one size only
-            found.append([subject.run(model, x)[0] for x in (first, batch, first)])
-    if len(found) < 2:
+        loss = [subject.run(model, batch) for batch in batches][-1][0]
+        return [loss, *_gradients(loss, model)]
+
+    try:
+        around, after = first_sample(other), first_sample(other, first)
+        alike = _same(first_sample(first, first), after, report)
+    except Exception:  # a model may take batches of one size only
         return
-    _, around, before = (
-        not close(b, a, report.tolerance, 1e-3) for a, b in zip(*found)
-    )
-    if before:
+    if not alike:
         report.findings.append(
             "the loss of sample 0 changes with the batch before: the model keeps "
             "something of it, which would carry data from batch to batch without noise"
         )
-    elif around and not report.cross_sample:
+    elif not report.cross_sample and not _same(first_sample(first), around, report):
         report.cross_sample.append(0)
         report.findings.append(
             f"the loss of sample 0 changes in another batch: {_INVALID}"
         )
+
+
+def _same(these: List[T], others: List[T], report: PerSampleGradientReport) -> bool:
+    """True for the same loss and gradient of a sample, but for rounding."""
+    scale = max([1e-12, *map(largest, others[1:])])
+    return all(
+        close(x, y, report.tolerance, scale if i else 1e-3)
+        for i, (x, y) in enumerate(zip(these, others))
+    )
 
 
 # -- the modes -----------------------------------------------------------------------
@@ -288,47 +311,43 @@ def _compare_modes(
     subject: Subject, report: PerSampleGradientReport, truth: List[T]
 ) -> None:
     """Fills the cells of the report."""
-    norms = torch.stack([g.reshape(len(g), g[0].numel()).norm(dim=1) for g in truth])
-    whole = norms.norm(dim=0)
-    report.max_grad_norm = _median(whole)
-    flat, bounds = report.max_grad_norm, [_median(n) for n in norms]
+    norms = [g.unsqueeze(1).flatten(1).norm(dim=1) for g in truth]
+    total = torch.stack(norms).norm(dim=0)
+    report.max_grad_norm = _median(total)
+    flat = [total] * len(truth), [report.max_grad_norm] * len(truth)
     # The errors of all parameters are measured on one scale, see _FLOOR.
-    floor = _FLOOR * max(float(g.abs().max()) for g in truth)
+    floor = max(1e-300, _FLOOR * max(map(largest, truth)))
+
+    def errors_of(clipping: str, norms: List[T], bounds: List[float]) -> List[float]:
+        bound = bounds if clipping == "per_layer" else bounds[0]
+        sums = _run_mode(subject, mode, clipping, bound)
+        return [_error(*row, floor) for row in zip(sums, truth, norms, bounds)]
+
     for mode in progress(report.modes, "trying modes"):
-        run = partial(_run_mode, subject, mode)
-        by_itself: Optional[List[T]] = None
+        own: List[Any] = [None] * len(truth)
         try:
-            sums = run("flat", flat)
+            clipped = errors_of("flat", *flat)
         except Exception as error:
             report.refused[mode] = f"{type(error).__name__}: {error}".strip()
             for row in report.cells.values():
                 row[mode] = Cell("refused")
             continue
         with suppress(Exception):  # some modes know flat clipping only
-            by_itself = run("per_layer", bounds)
-        for i, (name, g) in enumerate(zip(report.cells, truth)):
-            own = None
-            if by_itself is not None:
-                own = _error(by_itself[i], g, norms[i], bounds[i], floor)
-            clipped = _error(sums[i], g, whole, flat, floor)
-            status = "ok"
-            if own is not None and not own <= report.tolerance:
-                status = "differs"
-            elif not clipped <= report.tolerance:
-                status = "differs" if own is None else "factor"
-            report.cells[name][mode] = Cell(status, own, clipped)
+            own = errors_of("per_layer", norms, [_median(x) for x in norms])
+        for row, *errors in zip(report.cells.values(), own, clipped):
+            row[mode] = Cell.of(errors[0], errors[1], report.tolerance)
 
 
 def _run_mode(subject: Subject, mode: str, clipping: str, bound: Any) -> List[T]:
     """The clipped sum of each parameter, of one step without noise."""
-    model, size = subject.model(), len(subject.losses)
-    params = [p for p in model.parameters() if p.requires_grad]
+    size = len(subject.losses)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        private, optimizer, *criterion, _ = PrivacyEngine().make_private(
-            module=model,
-            optimizer=torch.optim.SGD(params, lr=0.0),
-            criterion=PerSample(),
+        private = PrivateStep(
+            PrivacyEngine(),
+            subject.model(),
+            subject.run,
+            lr=0.0,
             data_loader=DataLoader(TensorDataset(torch.zeros(size)), batch_size=size),
             noise_multiplier=0.0,
             max_grad_norm=bound,
@@ -336,11 +355,9 @@ def _run_mode(subject: Subject, mode: str, clipping: str, bound: Any) -> List[T]
             clipping=clipping,
             grad_sample_mode=mode,
         )
-        losses = subject.run(private, subject.batch)
-        (criterion[0] if criterion else PerSample())(losses).backward()
-        optimizer.step()
+        private.step(subject.batch)
     # The optimizer has divided by the expected batch size, here the batch's.
-    grads: List[Any] = [p.grad for p in params]
+    grads: List[Any] = [p.grad for p in private.params]
     return [g.detach() * size for g in grads]
 
 
@@ -348,11 +365,8 @@ def _error(got: T, truth: T, norms: T, bound: float, floor: float) -> float:
     """The error of a clipped sum, relative to the largest entry summed in it."""
     factors = (bound / (norms + 1e-6)).clamp(max=1.0).to(truth)
     terms = truth * factors.view(-1, *[1] * (truth.dim() - 1))
-    expected = terms.sum(dim=0)
-    if not got.numel():
-        return 0.0
-    size = max(float(terms.abs().max()), floor, 1e-300)
-    return float((got - expected).abs().max()) / size
+    error = (got - terms.sum(dim=0)).abs()
+    return float(error.max()) / max(largest(terms), floor) if got.numel() else 0.0
 
 
 def _median(norms: T) -> float:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple
+from collections import Counter
+from typing import Any, Dict, List, Sequence, Tuple
 
 import torch
 from torch import nn
@@ -23,103 +24,67 @@ _LOSS = (
 )
 
 
-class Leak(NamedTuple):
+Key = Tuple[str, int]  # a module, and how many of its calls came before
+Tensors = List[T]
+
+
+def _calls(
+    subject: Subject, batch: Any, opened: List[str]
+) -> Dict[Key, Tuple[Tensors, Tensors]]:
     """
-    One way in which a sample depends on another.
-
-    Attributes:
-        where: the module or loss in which it begins
-        reason: what was seen
-        fix: what to do
+    Runs a batch, and returns the tensors that went into and came out of each call.
+    ``opened`` has the modules that have not ended, if the run fails.
     """
+    model, numbers = subject.model(), Counter[str]()
+    calls: Dict[Key, Tuple[Tensors, Tensors]] = {}
+    for path, module in model.named_modules():
+        name = f"{path or 'the model'} ({type(module).__name__})"
+        module.register_forward_pre_hook(lambda *_, name=name: opened.append(name))
 
-    where: str
-    reason: str
-    fix: str
+        def end(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            name = opened.pop()
+            calls[name, numbers[name]] = _copies((args, kwargs)), _copies(output)
+            numbers[name] += 1
 
-    def __str__(self) -> str:
-        return f"{self.where}: {self.reason} {self.fix}"
-
-
-class _Call(NamedTuple):
-    """One call of a module, with copies of the tensors that go in and come out."""
-
-    name: str
-    inputs: List[T]
-    outputs: List[T]
-
-
-class _Run:
-    """
-    A run of a batch, with the calls of all modules.
-
-    Attributes:
-        opened: the calls that have not ended, if the run has failed
-        ended: the calls by module, and by their number among the module's calls
-        error: the run's own
-    """
-
-    def __init__(self, subject: Subject, batch: Any):
-        self.opened: List[_Call] = []
-        self.ended: Dict[Tuple[str, int], _Call] = {}
-        self.error: Optional[Exception] = None
-        model = subject.model()
-        self._names = {
-            module: f"{name or 'the model'} ({type(module).__name__})"
-            for name, module in model.named_modules()
-        }
-        for module in self._names:
-            module.register_forward_pre_hook(self._begin, with_kwargs=True)
-            module.register_forward_hook(self._end)
-        try:
-            subject.run(model, batch)
-        except Exception as error:
-            self.error = error
-
-    def _begin(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
-        """Notes a call that begins."""
-        self.opened.append(_Call(self._names[module], _copies((args, kwargs)), []))
-
-    def _end(self, module: nn.Module, args: tuple, output: Any) -> None:
-        """Notes its end."""
-        call = self.opened.pop()
-        call.outputs.extend(_copies(output))
-        number = sum(name == call.name for name, _ in self.ended)
-        self.ended[call.name, number] = call
+        module.register_forward_hook(end, with_kwargs=True)
+    subject.run(model, batch)
+    return calls
 
 
-def _copies(value: Any) -> List[T]:
-    """Copies of all tensors in a value."""
+def _copies(value: Any) -> Tensors:
     return [x.detach().clone() for x in tree_leaves(value) if isinstance(x, T)]
 
 
-def first_leak(subject: Subject) -> Leak:
+def first_leak(subject: Subject) -> str:
     """
-    Looks for the first call that has the same inputs in the batch as for each sample
-    alone, and other outputs.
+    Names the first call that has the same inputs in the batch as for each sample alone,
+    and other outputs; and what to do.
     """
-    whole, alone = _Run(subject, subject.batch), []
-    for sample in subject.samples():
-        run = _Run(subject, sample)
-        if run.error is not None:
-            where = run.opened[-1].name if run.opened else "the model"
-            return Leak(where, f"it can't run one sample alone ({run.error}).", _MODULE)
-        alone.append(run.ended)
-    for key, call in whole.ended.items():
+    opened: List[str] = []
+    together, alone = _calls(subject, subject.batch, opened), []
+    for sample in subject.samples:
+        try:
+            alone.append(_calls(subject, sample, opened))
+        except Exception as error:
+            where = opened[-1] if opened else "the model"
+            return f"{where}: it can't run one sample alone ({error}). {_MODULE}"
+    for key, (inputs, outputs) in together.items():
         calls = [ended[key] for ended in alone if key in ended]
         if len(calls) == len(alone):
-            outputs = _same(call.outputs, [c.outputs for c in calls])
-            if not outputs and _same(call.inputs, [c.inputs for c in calls]):
-                mixes = "its output for a sample changes with another in the batch."
-                return Leak(call.name, mixes, _MODULE)
-    return Leak("loss_fn", "a sample's loss depends on other samples.", _LOSS)
+            ins, outs = zip(*calls)
+            if _same(inputs, ins) and not _same(outputs, outs):
+                return (
+                    f"{key[0]}: its output for a sample changes with another in the "
+                    f"batch. {_MODULE}"
+                )
+    return f"loss_fn: a sample's loss depends on other samples. {_LOSS}"
 
 
-def _same(whole: List[T], columns: Sequence[List[T]]) -> bool:
+def _same(together: Tensors, columns: Sequence[Tensors]) -> bool:
     """True for the samples' values, and if structures differ: they can't be compared"""
-    if {len(column) for column in columns} != {len(whole)}:
+    if {len(column) for column in columns} != {len(together)}:
         return True
-    return all(_holds(y, xs) for y, xs in zip(whole, zip(*columns)))
+    return all(_holds(y, xs) for y, xs in zip(together, zip(*columns)))
 
 
 def _holds(y: T, xs: Sequence[T]) -> bool:

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Dict, List, Optional, Tuple
+from typing import Dict, List, NamedTuple, Optional, Tuple
 
 import torch
 
-from opacus_ext.checks.leaks import Leak
 from opacus_ext.tables import text_table
 
 
-@dataclass(frozen=True)
-class Cell:
+class Cell(NamedTuple):
     """The result of one mode for one parameter.
 
     Attributes:
@@ -28,8 +26,19 @@ class Cell:
     own: Optional[float] = None
     clipped: Optional[float] = None
 
+    @classmethod
+    def of(cls, own: Optional[float], clipped: float, tolerance: float) -> Cell:
+        """Returns the cell of two errors."""
+        if own is not None and not own <= tolerance:
+            status = "differs"
+        elif clipped <= tolerance:
+            status = "ok"
+        else:
+            status = "differs" if own is None else "factor"
+        return cls(status, own, clipped)
+
     def __str__(self) -> str:
-        errors = [e for e in (self.own, self.clipped) if e is not None]
+        errors = [error for error in self[1:] if error is not None]
         return f"{self.status} {max(errors):.0e}" if errors else self.status
 
 
@@ -40,37 +49,41 @@ class PerSampleGradientReport:
     Attributes:
         cells: ``cells[parameter name][mode]``
         modes: the modes that were checked, in the order of the columns
+        tolerance: the largest relative error that counts as equal
+        dtype: the least exact floating-point type that the model computed in
+        max_grad_norm: the clipping norm used
         refused: the error text of each mode that raised one
         cross_sample: numbers of the samples whose loss or gradient depends on others
         random: True if the loss changes from call to call: nothing can be compared
         findings: what is wrong with the model itself, one sentence each
-        leaks: the module or loss in which samples begin to depend on each other
-        max_grad_norm: the clipping norm used
-        tolerance: the largest relative error that counts as equal
-        dtype: the least exact floating-point type that the model computed in
+        leaks: the module or loss in which samples begin to depend on each other, with
+            what to do
     """
 
     cells: Dict[str, Dict[str, Cell]]
     modes: Tuple[str, ...]
-    max_grad_norm: float
     tolerance: float
     dtype: torch.dtype
+    max_grad_norm: float = float("nan")
     refused: Dict[str, str] = field(default_factory=dict)
     cross_sample: List[int] = field(default_factory=list)
     random: bool = False
     findings: List[str] = field(default_factory=list)
-    leaks: List[Leak] = field(default_factory=list)
+    leaks: List[str] = field(default_factory=list)
 
     def _with(self, status: str) -> List[str]:
         """Names of the parameters that have this status in some mode."""
-        rows = self.cells.items()
-        return [n for n, row in rows if any(c.status == status for c in row.values())]
+        return [
+            name
+            for name, row in self.cells.items()
+            if status in [cell.status for cell in row.values()]
+        ]
 
     @property
     def ok(self) -> bool:
         """True if the model is sound, and every mode exact for every parameter."""
-        cells = (cell for row in self.cells.values() for cell in row.values())
-        return not self.findings and all(cell.status == "ok" for cell in cells)
+        statuses = {cell.status for row in self.cells.values() for cell in row.values()}
+        return not self.findings and statuses <= {"ok"}
 
     @property
     def differing(self) -> List[str]:
@@ -82,10 +95,7 @@ class PerSampleGradientReport:
         return self._with("differs") or self._with("factor")
 
     def __str__(self) -> str:
-        rows = [
-            [name, *(str(row[mode]) for mode in self.modes)]
-            for name, row in self.cells.items()
-        ]
+        rows = [[name, *map(str, row.values())] for name, row in self.cells.items()]
         lines = [text_table(["parameter", *self.modes], rows, rule=True)]
         lines += [f"! {finding}" for finding in (*self.findings, *self.leaks)]
         lines += [f"! {mode} refused: {text}" for mode, text in self.refused.items()]

@@ -4,21 +4,12 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from typing import (
-    Any,
-    Callable,
-    ContextManager,
-    Iterator,
-    List,
-    Optional,
-    Set,
-    Union,
-)
+from typing import Any, Callable, List, Optional, Sequence, Union
 
 import torch
 from torch import nn
 
-from opacus_ext.progress import progress
+from opacus_ext.losses import PerSample
 from opacus_ext.refused import Refused
 
 T = torch.Tensor
@@ -37,6 +28,7 @@ class Subject:
 
     Attributes:
         losses: those of the batch
+        samples: each sample as a batch of one
 
     Raises:
         Refused: if ``loss_fn`` does not give one loss per sample
@@ -50,13 +42,14 @@ class Subject:
         loss_fn: Union[nn.Module, LossFn],
         dtype: Optional[torch.dtype],
     ):
-        plain = copy.deepcopy(model)
-        if not plain.training:
-            plain.train()
-        no_dropout(plain)
+        plain = without_dropout(model)
         for kind in (dtype, None) if dtype else (None,):
+
+            def cast(tensor: T) -> T:
+                return tensor.to(kind) if tensor.is_floating_point() else tensor
+
             self._model = copy.deepcopy(plain).to(kind) if kind else plain
-            self.batch = map_tensors(lambda t: _cast(t, kind), batch)
+            self.batch = map_tensors(cast, batch)
             self._loss_fn = per_sample(loss_fn, kind)
             try:
                 self.losses = self.run(self.model(), self.batch)
@@ -65,8 +58,9 @@ class Subject:
                 if kind is None:
                     raise
         size = len(self.losses)
-        if all(len(t) != size for t in tensors_of(batch)):
+        if all(len(tensor) != size for tensor in tensors_of(batch)):
             raise not_per_sample(f"{size} losses for a batch without {size} rows")
+        self.samples = [rows_of(self.batch, [b], size) for b in range(size)]
 
     def model(self) -> nn.Module:
         """A new copy: a forward may change buffers, and a mode changes the model."""
@@ -84,12 +78,6 @@ class Subject:
             return losses
         got = f"shape {(*losses.shape,)}" if isinstance(losses, T) else losses
         raise not_per_sample(f"{got} instead of [B]")
-
-    def samples(self) -> Iterator[Any]:
-        """Each sample as a batch of one."""
-        size = len(self.losses)
-        for b in progress(range(size), "running samples alone"):
-            yield rows_of(self.batch, [b], size)
 
 
 def not_per_sample(got: str) -> Refused:
@@ -110,32 +98,20 @@ def per_sample(
     """
     if not isinstance(loss_fn, nn.Module) or not hasattr(loss_fn, "reduction"):
         return loss_fn
-    total = loss_fn.reduction == "sum"
+    reduce = torch.sum if loss_fn.reduction == "sum" else torch.mean
     criterion: Any = copy.deepcopy(loss_fn).to(dtype)
     criterion.reduction = "none"
 
     def losses(model: nn.Module, batch: Any) -> T:
-        """The criterion's values, one a sample."""
         *inputs, target = batch
-        by_name = len(inputs) == 1 and isinstance(inputs[0], Mapping)
-        output = model(**inputs[0]) if by_name else model(*inputs)
-        found = criterion(output, target)
-        if found.dim() < 2:
-            return found
-        return found.flatten(1).sum(1) if total else found.flatten(1).mean(1)
+        if len(inputs) == 1 and isinstance(inputs[0], Mapping):
+            output = model(**inputs[0])
+        else:
+            output = model(*inputs)
+        values = criterion(output, target)
+        return values if values.dim() < 2 else reduce(values.flatten(1), 1)
 
     return losses
-
-
-def gradients(loss: T, model: nn.Module) -> List[T]:
-    """The dense gradient of each trainable parameter; zero where there is none."""
-    params = [p for p in model.parameters() if p.requires_grad]
-    if not loss.requires_grad:
-        return [torch.zeros_like(p) for p in params]
-    found = torch.autograd.grad(
-        loss, params, retain_graph=True, allow_unused=True, materialize_grads=True
-    )
-    return [g.to_dense() if g.is_sparse else g for g in found]
 
 
 def close(a: T, b: T, tolerance: float, least: float = 1e-12) -> bool:
@@ -154,34 +130,10 @@ def largest(x: T) -> float:
     return float(x.detach().abs().nan_to_num(posinf=0).max()) if x.numel() else 0.0
 
 
-def random_state_kept(model: nn.Module) -> ContextManager:
-    """Restores torch's random generators of the devices that the model is on."""
-    on_cuda = any(p.is_cuda for p in model.parameters())
-    return torch.random.fork_rng(range(torch.cuda.device_count()) if on_cuda else [])
-
-
-def lowest_dtype(losses: T, dtype: torch.dtype) -> torch.dtype:
-    """``dtype``, or the least exact one in the graph of the losses."""
-    todo: List[Any] = [losses.grad_fn]
-    seen: Set[Any] = {None}
-    while todo:
-        node = todo.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        found = [
-            getattr(x, "dtype", dtype) for x in getattr(node, "_input_metadata", ())
-        ]
-        kinds = [kind for kind in found if kind.is_floating_point]
-        dtype = max([dtype, *kinds], key=lambda kind: torch.finfo(kind).eps)
-        todo += [child for child, _ in node.next_functions]
-    return dtype
-
-
 # -- batches -------------------------------------------------------------------------
 
 
-def map_tensors(fn: Callable[[T], T], batch: Any) -> Any:
+def map_tensors(fn: Callable[[T], Any], batch: Any) -> Any:
     """``fn`` on every tensor of a nested batch; the containers keep their types."""
     kind: Any = type(batch)
     if isinstance(batch, T):
@@ -196,36 +148,64 @@ def map_tensors(fn: Callable[[T], T], batch: Any) -> Any:
 
 def tensors_of(batch: Any) -> List[T]:
     """The tensors of a nested batch that have dimensions."""
-    found: List[T] = []
-
-    def note(t: T) -> T:
-        """Adds a tensor."""
-        found.append(t)
-        return t
-
-    map_tensors(note, batch)
-    return [t for t in found if t.dim()]
+    tensors: List[T] = []
+    map_tensors(tensors.append, batch)
+    return [tensor for tensor in tensors if tensor.dim()]
 
 
-def rows_of(batch: Any, rows: Union[List[int], T], size: int) -> Any:
+def rows_of(batch: Any, rows: Sequence[int], size: int) -> Any:
     """These samples: rows of the tensors whose first dimension is ``size``."""
-    index = torch.as_tensor(rows)
     return map_tensors(
-        lambda t: t[index.to(t.device)] if t.dim() and len(t) == size else t, batch
+        lambda t: t[list(rows)] if t.dim() and len(t) == size else t, batch
     )
 
 
-def _cast(tensor: T, dtype: Optional[torch.dtype]) -> T:
-    """The tensor in a dtype if it has floating point, else a copy."""
-    cast = dtype is not None and tensor.is_floating_point()
-    return tensor.to(dtype) if cast else tensor.detach().clone()
-
-
-def no_dropout(module: nn.Module) -> None:
-    """Sets numbers named ``*drop*``, and ``p`` of modules named ``*Drop*``, to zero."""
-    for part in module.modules():
+def without_dropout(model: nn.Module) -> nn.Module:
+    """
+    A copy, in training mode if the model as a whole is not, with zero for numbers named
+    ``*drop*``, and for ``p`` of modules named ``*Drop*``.
+    """
+    model = copy.deepcopy(model)
+    if not model.training:
+        model.train()
+    for part in model.modules():
         dropout = "drop" in type(part).__name__.lower()
         for name, value in list(vars(part).items()):
             number = type(value) in (int, float) and value
             if number and ("drop" in name.lower() or (dropout and name == "p")):
                 setattr(part, name, type(value)(0))
+    return model
+
+
+# -- steps of make_private -----------------------------------------------------------
+
+
+class PrivateStep:
+    """
+    Steps of SGD as a model trains them after ``make_private``.
+
+    Args:
+        engine: a ``PrivacyEngine``
+        model: is trained
+        loss_fn: takes a model and a batch, returns losses ``[B]``
+        **options: of ``make_private``
+    """
+
+    def __init__(
+        self, engine: Any, model: nn.Module, loss_fn: LossFn, lr: float, **options: Any
+    ):
+        self.params = [p for p in model.parameters() if p.requires_grad]
+        self._loss_fn = loss_fn
+        self._private, self._optimizer, *criterion, self.loader = engine.make_private(
+            module=model,
+            optimizer=torch.optim.SGD(self.params, lr=lr),
+            criterion=PerSample(),
+            **options,
+        )
+        self._mean = criterion[0] if criterion else PerSample()
+
+    def step(self, batch: Any) -> None:
+        """Takes one step from the current parameters."""
+        self._optimizer.zero_grad()
+        self._mean(self._loss_fn(self._private, batch)).backward()
+        self._optimizer.step()

@@ -40,7 +40,8 @@ def noise_of(budget: Budget, batch: Any, steps: Any) -> calibration.Calibration:
     fixed: Any = np.inf
     if how != "poisson":
         times = np.maximum(np.ceil(steps / batches_per_epoch(budget, batch)), 1)
-        fixed = records * calibration.gaussian_noise_multiplier(*privacy, times)
+        one = calibration.noise_multiplier(*privacy, 1, 1.0)
+        fixed = records * np.sqrt(times) * one
     # A delta above the probability of ever being sampled needs no noise at all. That is
     # not private in any useful sense.
     amplified = (poisson <= fixed) & ((poisson > 0) | (how == "poisson"))
@@ -113,7 +114,7 @@ def _calibrated(budget: Budget, parts: np.ndarray, steps: np.ndarray) -> np.ndar
         try:
             return np.array([_knot(*privacy, part, tuple(steps)) for part in parts])
         except Refused as error:
-            if WORK.rest > 0:
+            if WORK.left > 0:
                 raise
             raise Refused(
                 f"A plan for epsilon={budget.epsilon:g}, delta={budget.delta:g} and "
@@ -137,7 +138,7 @@ def _knot(
 
 def _central_limit(budget: Budget, parts: np.ndarray, steps: np.ndarray) -> np.ndarray:
     """Returns the noise in the central limit, ``[parts, T]``."""
-    mu = 1 / calibration.gaussian_noise_multiplier(budget.epsilon, budget.delta)
+    mu = 1 / calibration.noise_multiplier(budget.epsilon, budget.delta, 1, 1.0)
     return central_limit(mu, 1 / parts[:, None], steps)
 
 

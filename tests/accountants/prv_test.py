@@ -34,6 +34,12 @@ def accountant(*history):
     return made
 
 
+def renyi(*history):
+    made = RDPAccountant()
+    made.history = list(history)
+    return made
+
+
 def holds(bounds, truth, gap=0.03):
     """The bounds hold and are near."""
     assert bounds.lower <= truth <= bounds.upper, (bounds, truth)
@@ -128,24 +134,24 @@ def test_without_sampling_it_is_the_gaussian_mechanism(noise, steps, delta):
 @pytest.mark.parametrize("noise", [0.3, 1.0, 20.0])
 def test_one_sampled_step(noise, rate):
     """(1 - q) N(0) + q N(1) against N(0): q times a Gaussian's delta elsewhere."""
+    made = accountant((noise, rate, 1))
+    # The same on a grid, with a step that tells nothing.
+    step = numerical.Step(profiles.sampled(profiles.gaussian(noise), rate), 1)
+    steps = [step, numerical.Step(np.zeros_like, 1)]
     for epsilon in (0.0, rate / noise / 3, math.log1p(rate * 5)):
         inner = math.log1p(math.expm1(epsilon) / rate)
         truth = norm.cdf(0.5 / noise - inner * noise)
         truth -= math.exp(inner) * norm.cdf(-0.5 / noise - inner * noise)
         truth *= rate
-        holds(accountant((noise, rate, 1)).get_delta(epsilon), truth)
+        holds(made.get_delta(epsilon), truth)
         if epsilon:
-            holds(accountant((noise, rate, 1)).get_bounds(truth), epsilon)
-        if noise < 1:
-            continue
-        # The same on a grid, with a step that tells nothing.
-        step = numerical.Step(profiles.sampled(profiles.gaussian(noise), rate), 1)
-        nothing = numerical.Step(np.zeros_like, 1)
-        found = numerical.delta_bounds([step, nothing], epsilon)
-        assert found.lower <= truth <= found.upper
-        if epsilon:
-            found = numerical.epsilon_bounds([step, nothing], truth)
-            assert found.lower <= epsilon <= found.upper
+            holds(made.get_bounds(truth), epsilon)
+        if noise >= 1:
+            found = numerical.delta_bounds(steps, epsilon)
+            assert found.lower <= truth <= found.upper
+            if epsilon:
+                found = numerical.epsilon_bounds(steps, truth)
+                assert found.lower <= epsilon <= found.upper
 
 
 @pytest.mark.parametrize(
@@ -192,9 +198,7 @@ def test_agrees_with_others(history, delta):
     grid = theirs._get_dprv(eps_error=0.01, delta_error=delta / 1000)
     lower, _, upper = grid.compute_epsilon(delta, delta / 1000, 0.01)
     assert lower <= bounds.estimate <= upper
-    renyi = RDPAccountant()
-    renyi.history = list(history)
-    assert bounds.upper <= renyi.get_epsilon(delta)
+    assert bounds.upper <= renyi(*history).get_epsilon(delta)
     mechanisms = [PoissonSubsampledGaussianMechanism(q, s) for s, q, _ in history]
     counts = [k for *_, k in history]
     lower, _, upper = Microsoft(
@@ -203,17 +207,13 @@ def test_agrees_with_others(history, delta):
     assert lower <= bounds.estimate <= upper
 
 
-@pytest.mark.parametrize(
-    "history, delta, truth",
-    [
-        (
-            (18.667774717685393, 0.3103484721522613, 10515),
-            2.0932133031595727e-12,
-            12.8924907,
-        ),
-        ((20.0, 0.05, 10**5), 1e-11, 5.3549567),
-    ],
-)
+SMALL = [
+    ((18.667774717685393, 0.3103484721522613, 10515), 2.0932133031595727e-12, 12.89249),
+    ((20.0, 0.05, 10**5), 1e-11, 5.3549567),
+]
+
+
+@pytest.mark.parametrize("history, delta, truth", SMALL)
 def test_small_deltas(history, delta, truth):
     """
     By :func:`exact_delta`, which takes too long here. Opacus's upper bounds were 12.844
@@ -258,20 +258,18 @@ def test_nothing_and_everything():
 @pytest.mark.parametrize("rate", [1e-8, 0.999, 1.0])
 @pytest.mark.parametrize("steps", [1, 10**6])
 def test_always_a_number_and_below_renyi(noise, rate, steps):
-    made, renyi = accountant((noise, rate, steps)), RDPAccountant()
-    renyi.history = made.history
-    bounds = made.get_bounds(1e-8)
+    bounds = accountant((noise, rate, steps)).get_bounds(1e-8)
     assert 0 <= bounds.lower <= bounds.estimate <= bounds.upper < math.inf
-    assert bounds.upper <= renyi.get_epsilon(1e-8) * (1 + 1e-4)
+    most = renyi((noise, rate, steps)).get_epsilon(1e-8)
+    assert bounds.upper <= most * (1 + 1e-4)
 
 
 def test_tiny_delta_falls_back():
     """Below what rounding leaves, the bound is Chernoff's."""
     bounds = accountant((1.0, 0.01, 1000)).get_bounds(1e-18)
-    renyi = RDPAccountant()
-    renyi.history = [(1.0, 0.01, 1000)]
     assert bounds.lower < bounds.upper
-    assert bounds.upper == pytest.approx(renyi.get_epsilon(1e-18), rel=1e-2)
+    expected = renyi((1.0, 0.01, 1000)).get_epsilon(1e-18)
+    assert bounds.upper == pytest.approx(expected, rel=1e-2)
 
 
 def test_equal_entries_are_merged():
@@ -339,40 +337,34 @@ def test_registered_and_unregistered():
     assert table["prv_bounds"] is PRVBoundsAccountant
 
 
-def private(engine, epsilon=None):
+def private(engine, **budget):
     model = nn.Linear(4, 2)
-    kwargs = dict(
+    data = TensorDataset(torch.randn(40, 4), torch.randint(2, (40,)))
+    make = engine.make_private_with_epsilon if budget else engine.make_private
+    return make(
         module=model,
         optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-        data_loader=DataLoader(
-            TensorDataset(torch.randn(40, 4), torch.randint(2, (40,))), batch_size=8
-        ),
+        data_loader=DataLoader(data, batch_size=8),
         max_grad_norm=1.0,
-    )
-    if epsilon is None:
-        return engine.make_private(noise_multiplier=1.5, **kwargs)
-    return engine.make_private_with_epsilon(
-        target_epsilon=epsilon, target_delta=1e-5, epochs=3, **kwargs
+        **(budget or dict(noise_multiplier=1.5)),
     )
 
 
 def test_engine_trains_to_a_budget_and_resumes(tmp_path):
-    engine = PrivacyEngine(accountant="prv_bounds")
-    model, optimizer, loader = private(engine, epsilon=3.0)
-    for _ in range(3):
-        for x, y in loader:
-            optimizer.zero_grad()
-            nn.functional.cross_entropy(model(x), y).backward()
-            optimizer.step()
+    engine, other = (PrivacyEngine(accountant="prv_bounds") for _ in range(2))
+    budget = dict(target_epsilon=3.0, target_delta=1e-5, epochs=3)
+    model, optimizer, loader = private(engine, **budget)
+    for x, y in (batch for _ in range(3) for batch in loader):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
     assert engine.accountant.history == [(optimizer.noise_multiplier, 0.2, 15)]
     assert 2.98 < engine.get_epsilon(1e-5) <= 3.0
     engine.accountant.step(noise_multiplier=2.0, sample_rate=1.0)
-    engine.save_checkpoint(path=tmp_path / "run.pt", module=model)
-    assert torch.load(tmp_path / "run.pt", weights_only=True)
-
-    other = PrivacyEngine(accountant="prv_bounds")
-    model, optimizer, loader = private(other)
-    other.load_checkpoint(path=tmp_path / "run.pt", module=model)
+    path = tmp_path / "run.pt"
+    engine.save_checkpoint(path=path, module=model)
+    assert torch.load(path, weights_only=True)
+    other.load_checkpoint(path=path, module=private(other)[0])
     assert other.get_epsilon(1e-5) == engine.get_epsilon(1e-5) > 3.01
 
 
@@ -400,14 +392,8 @@ def test_state_dict_is_plain_and_checked():
 def test_token_shares_compose_with_training():
     """A Gaussian mechanism without sampling, before the sampled steps."""
     made = PRVBoundsAccountant()
-    token_shares(
-        torch.tensor([[1, 2], [2, 3]]),
-        5,
-        source="private",
-        max_tokens=2,
-        noise_multiplier=5.0,
-        accountant=made,
-    )
+    given = dict(source="private", max_tokens=2, noise_multiplier=5.0, accountant=made)
+    token_shares(torch.tensor([[1, 2], [2, 3]]), 5, **given)
     for _ in range(20):
         made.step(noise_multiplier=2.0, sample_rate=0.2)
     assert made.history == [(5.0, 1.0, 1), (2.0, 0.2, 20)]

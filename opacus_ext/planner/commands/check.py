@@ -34,8 +34,7 @@ def run(args: argparse.Namespace) -> int:
             for name, row in report.cells.items()
         }
         found = dict(ok=report.ok, parameters=cells, refused=report.refused)
-        leaks = [str(leak) for leak in report.leaks]
-        found |= dict(findings=report.findings, leaks=leaks)
+        found |= dict(findings=report.findings, leaks=report.leaks)
         print_result(found, True)
     else:
         print(report)
