@@ -7,7 +7,8 @@ Importing this package beside ``opacus.PrivacyEngine`` extends its modes, and ad
 """
 
 import importlib
-from typing import Any
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any, List
 
 from opacus_ext import take
 from opacus_ext.checks import Leak, check_per_sample_gradients, find_leaks
@@ -16,6 +17,7 @@ from opacus_ext.clipping import (
     ClippingFunction,
     register_clipping,
 )
+from opacus_ext.data import UserRecords
 from opacus_ext.engine import PrivacyEngine
 from opacus_ext.grad_sample import (
     ClippedGrads,
@@ -29,10 +31,14 @@ from opacus_ext.grad_sample import (
     register_rule,
     workspace,
 )
+from opacus_ext.losses import PerSample, model_losses
 from opacus_ext.monitor import Monitor
 from opacus_ext.re_attention import ErrorTracker, track_errors
 from opacus_ext.refused import Refused
 from opacus_ext.registry import register, unregister
+
+if TYPE_CHECKING:
+    from opacus_ext.trainer import PrivacyArguments, PrivateTrainer
 
 __version__ = "0.1.0"
 
@@ -46,13 +52,18 @@ __all__ = [
     "Monitor",
     "OneHot",
     "Op",
+    "PerSample",
     "PerSampleGrads",
+    "PrivacyArguments",
     "PrivacyEngine",
+    "PrivateTrainer",
     "Refused",
+    "UserRecords",
     "as_op",
     "check_per_sample_gradients",
     "clipped_grads",
     "find_leaks",
+    "model_losses",
     "per_sample_grads",
     "register",
     "register_clipping",
@@ -63,9 +74,17 @@ __all__ = [
     "workspace",
 ]
 
+#: Names of modules that need transformers, or take long to import.
+_IMPORTED_LATER = {
+    "PrivacyArguments": "opacus_ext.trainer",
+    "PrivateTrainer": "opacus_ext.trainer",
+}
+
 
 def __getattr__(name: str) -> Any:
-    """Imports a part of the package when it is asked for: ``opacus_ext.losses``."""
+    """Imports a part of the package when it is asked for: ``opacus_ext.trainer``."""
+    if name in _IMPORTED_LATER:
+        return getattr(importlib.import_module(_IMPORTED_LATER[name]), name)
     try:
         return importlib.import_module(f"{__name__}.{name}")
     except ModuleNotFoundError as error:
@@ -73,6 +92,14 @@ def __getattr__(name: str) -> Any:
             raise
         message = f"module {__name__!r} has no attribute {name!r}"
         raise AttributeError(message) from None
+
+
+def __dir__() -> List[str]:
+    """The public names that can be imported here, and those that every module has."""
+    names = {*__all__, *(name for name in globals() if name[:2] == "__")}
+    if find_spec("transformers") is None:
+        names -= {*_IMPORTED_LATER}
+    return sorted(names)
 
 
 register()

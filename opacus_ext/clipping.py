@@ -242,7 +242,6 @@ register_clipping(Clipping("automatic", lambda n, bound: bound / (n + 0.01)))
 register_clipping(
     Clipping("normalized", lambda n, bound: _flat(n, bound) / bound, lambda bound: 1.0)
 )
-CLIPPINGS["normalised"] = CLIPPINGS["normalized"]
 register_clipping(Clipping("per_layer", _per_layer, per_parameter=True))
 _BUILT_IN = tuple(CLIPPINGS.values())
 

@@ -25,7 +25,7 @@ from opacus_ext.grad_sample.modes.common import private_model_of
 from opacus_ext.private_torch import tree_map
 from opacus_ext.refused import Refused
 
-__all__ = ["PerRecord", "PerSample", "cross_entropy", "model_losses", "sample_loss"]
+__all__ = ["PerSample", "RecordModel", "cross_entropy", "model_losses", "sample_loss"]
 
 T = torch.Tensor
 
@@ -189,7 +189,7 @@ def sample_loss(model: nn.Module, sample: Mapping[str, Any]) -> T:
     return _OwnLoss(model)(model, **sample)
 
 
-class PerRecord(nn.Module):
+class RecordModel(nn.Module):
     """
     A model for records of several sequences: someone's messages, visits, documents. The
     record is the sample, so that clipping bounds the gradient of a whole record.
@@ -212,7 +212,7 @@ class PerRecord(nn.Module):
         if len(shapes) != 1 or len(min(shapes)) != 2:
             given = ", ".join(f"{n} {tuple(x.shape)}" for n, x in tensors.items())
             raise Refused(
-                "PerRecord takes tensors [R, S, ...] with the same R and S, got "
+                "RecordModel takes tensors [R, S, ...] with the same R and S, got "
                 f"{given or 'none'}.",
                 remedy="opacus_ext.data.collators.RecordCollator makes them.",
             )

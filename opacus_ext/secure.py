@@ -131,7 +131,7 @@ def with_noise(
     if isinstance(generator, SecureSource):
         entries = total.numel()
         grid = gaussian_grid(noise_multiplier, sensitivity, entries)
-        return release(total, *grid) if std else total
+        return add_rounded_noise(total, *grid) if std else total
     shape, device = total.shape, total.device
     kind = {"dtype": total.dtype, "device": device, "generator": generator}
     return total + std * torch.randn(shape, **kind)
@@ -209,4 +209,10 @@ class _Uniform:
             self.bits += 64
 
 
-__all__ = ["SecureSource", "gaussian_grid", "release", "rounded_normals", "with_noise"]
+__all__ = [
+    "SecureSource",
+    "add_rounded_noise",
+    "gaussian_grid",
+    "rounded_normals",
+    "with_noise",
+]

@@ -333,7 +333,7 @@ LOOPS = {
         loop("backward", clip_grad_norm, "step"),
         "clip_grad_norm_",
     ),
-    "views": ("ghost_bk", lambda s: views(s, s.loader), "K views.*PerRecord"),
+    "views": ("ghost_bk", lambda s: views(s, s.loader), "K views.*RecordModel"),
     "two": ("ghost_bk", loop("backward", "backward", "step"), "BatchMemoryManager"),
     "two, h": ("hooks", loop("backward", "backward", "step"), "second time.*accumula"),
     "two losses, h": ("hooks", loop("backward", "backward"), "backward.. on their sum"),
@@ -401,7 +401,7 @@ WARNED = {
         in_loop("ghost_bk", loop(*["zero_grad", divided, "step"] * 2)),
         "divided by 4",
     ),
-    "views": (in_loop("ghost_bk", views), "samples, where 8 records.*PerRecord"),
+    "views": (in_loop("ghost_bk", views), "samples, where 8 records.*RecordModel"),
     "raw loader": (in_loop("ghost_bk", loop("whole", "whole")), "use another one"),
 }
 

@@ -14,7 +14,7 @@ Sequences = Union[Sequence[Mapping[str, Any]], Mapping[str, Sequence[Any]]]
 class RecordCollator:
     """
     Collates records of several sequences, for a model in
-    :class:`~opacus_ext.losses.PerRecord`.
+    :class:`~opacus_ext.losses.RecordModel`.
 
     A record is a list of sequences, each a dict; or one dict of lists, as a row of
     ``datasets.Dataset`` is. Shorter records are padded by copies of their first

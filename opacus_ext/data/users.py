@@ -35,7 +35,7 @@ class UserRecords(Dataset):
         records_per_step: number of records drawn of a user, without replacement. With
             1 an item is a record. With more, or None for all of them, it is a list of
             records, for :class:`~opacus_ext.data.collators.RecordCollator` and a model
-            in :class:`~opacus_ext.losses.PerRecord`
+            in :class:`~opacus_ext.losses.RecordModel`
 
     Attributes:
         users: the users of the items, in order of first appearance; numbers are ints,

@@ -313,7 +313,7 @@ class LoopMonitor:
                 f"A step had {size} samples, where {usual:.0f} records are drawn on "
                 "average: if a record makes several, its gradients are clipped one by "
                 "one and epsilon does not hold. Views or sequences of a record are one "
-                "sample with opacus_ext.losses.PerRecord.",
+                "sample with opacus_ext.losses.RecordModel.",
             )
 
 

@@ -16,7 +16,7 @@ from opacus_ext.ledger import note_beside
 from opacus_ext.optimizers.banded import BandedNoise
 from opacus_ext.optimizers.draws import state_of
 from opacus_ext.refused import Refused
-from opacus_ext.secure import SecureSource, gaussian_grid, release
+from opacus_ext.secure import SecureSource, add_rounded_noise, gaussian_grid
 
 if TYPE_CHECKING:
     Base = DPOptimizer
@@ -203,7 +203,7 @@ class NoisyOptimizer(Base):
             entries = sum(p.numel() for p in params)
             std, grid = gaussian_grid(multiplier, bound, entries)
             for p in params:
-                p.summed_grad.copy_(release(p.summed_grad, std, grid))
+                p.summed_grad.copy_(add_rounded_noise(p.summed_grad, std, grid))
         else:
             self._add_noise(params)
             self._divided = self._divides

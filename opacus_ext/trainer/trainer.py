@@ -31,7 +31,7 @@ from opacus_ext.data.logical import (
 from opacus_ext.data.sampling import Poisson
 from opacus_ext.grad_sample.adapter.settings import settings_of
 from opacus_ext.grad_sample.core.groups import Samples, samples_of
-from opacus_ext.losses import PerRecord, sample_loss
+from opacus_ext.losses import RecordModel, sample_loss
 from opacus_ext.misuse import check_delta, check_size
 from opacus_ext.monitor import Monitor
 from opacus_ext.private_torch import tree_flatten, tree_map, tree_unflatten
@@ -101,7 +101,7 @@ class PrivateTrainer(Trainer):
     (:func:`opacus_ext.clipped_grads`). An overridden one must keep nothing of the
     record. Another Trainer is made private by ``class Private(PrivateTrainer, Other)``;
     of TRL's, SFTTrainer is supported. A model in a
-    :class:`~opacus_ext.losses.PerRecord` is saved without it.
+    :class:`~opacus_ext.losses.RecordModel` is saved without it.
 
     A checkpoint has one more file, privacy.pt, with the accountant's history and the
     random state of the noise: whoever has it can subtract the noise, so do not publish
@@ -166,7 +166,7 @@ class PrivateTrainer(Trainer):
         super().__init__(*args, **kwargs)
         refuse_arguments(self.args)
         refuse_data(self.train_dataset)
-        if isinstance(self.model, PerRecord):
+        if isinstance(self.model, RecordModel):
             self.model_accepts_loss_kwargs = False
             with self._inner_model():
                 self._set_signature_columns_if_needed()
@@ -239,10 +239,10 @@ class PrivateTrainer(Trainer):
 
     @contextmanager
     def _inner_model(self) -> Iterator[None]:
-        """Within it ``self.model`` is the model in a PerRecord."""
+        """Within it ``self.model`` is the model in a RecordModel."""
         model = self.model
         try:
-            if isinstance(model, PerRecord):
+            if isinstance(model, RecordModel):
                 self.model = model.model
             yield
         finally:

@@ -450,7 +450,7 @@ class ForwardRecord:
                 f"was called on {self.size} samples, and the loader drew at most "
                 f"{most} records: part would count several times.",
                 "Call it on as many samples as records: for K views of a record give "
-                "make_private opacus_ext.losses.PerRecord(model), and call it by "
+                "make_private opacus_ext.losses.RecordModel(model), and call it by "
                 "keyword on [B, K, ...]: its outputs are [B, K, ...]; a GAN takes a "
                 "fake for each record, noise = torch.randn(len(x), ...). After a loss "
                 "that is not the private model's, call zero_grad() of the private "
