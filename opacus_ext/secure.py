@@ -94,7 +94,7 @@ def gaussian_grid(
     return noise_multiplier * (sensitivity + grid * root), grid
 
 
-def release(total: torch.Tensor, std: float, grid: float) -> torch.Tensor:
+def add_rounded_noise(total: torch.Tensor, std: float, grid: float) -> torch.Tensor:
     """
     ``total`` rounded to the grid, plus Gaussian noise rounded to the grid, with the
     same dtype and on the same device. The noise is drawn on the CPU, since CUDA has no
