@@ -14,6 +14,13 @@ import torch
 
 from opacus_ext.refused import Refused
 
+__all__ = [
+    "Clipping",
+    "ClippingFunction",
+    "find_clipping",
+    "register_clipping",
+]
+
 Bound = Union[float, List[float]]
 
 
@@ -207,10 +214,16 @@ def register_clipping(clipping: Clipping) -> Clipping:
 
 def find_clipping(clipping: Union[str, Clipping]) -> Clipping:
     """
-    The clipping that is registered by a name; a :class:`Clipping` as it is.
+    Returns the clipping that is registered by a name. A :class:`Clipping` is returned
+    as it is.
 
     Raises:
         Refused: for a name that is not registered
+
+    Example:
+        >>> clipping = find_clipping("flat").at(2.0)
+        >>> clipping(torch.tensor([1.0, 8.0])), clipping.sensitivity("replace_one")
+        (tensor([1.0000, 0.2500]), 4.0)
     """
     if isinstance(clipping, Clipping):
         return clipping

@@ -25,6 +25,11 @@ from opacus_ext.grad_sample.parallel.sharding import (
 )
 from opacus_ext.refused import Refused
 
+__all__ = [
+    "expert_parallel",
+    "full_state_dict",
+]
+
 
 def expert_parallel(
     module: nn.Module, group: Optional[dist.ProcessGroup] = None

@@ -153,6 +153,14 @@ def model_losses(model: nn.Module, batch: Mapping[str, Any]) -> T:
 
     Raises:
         Refused: if the model gives no loss, or not one number for a sample
+
+    Example:
+        >>> class Regression(nn.Linear):
+        ...     def forward(self, x, labels):
+        ...         return {"loss": F.mse_loss(super().forward(x), labels)}
+        >>> batch = {"x": torch.ones(3, 4), "labels": torch.zeros(3, 1)}
+        >>> model_losses(Regression(4, 1), batch).shape
+        torch.Size([3])
     """
     if batch.get("num_items_in_batch") is not None:
         raise Refused(
@@ -183,8 +191,9 @@ def _reader_of(model: nn.Module) -> InputReader:
 
 def sample_loss(model: nn.Module, sample: Mapping[str, Any]) -> T:
     """
-    Returns the loss of one sample, a batch of one, as :func:`model_losses` does; for
-    :func:`opacus_ext.clipped_grads`.
+    Returns the loss of one sample, a batch of one, as :func:`model_losses` does. It is
+    a scalar, and the loss function of a model for :func:`opacus_ext.clipped_grads`:
+    ``lambda sample: sample_loss(model, sample)``.
     """
     return _OwnLoss(model)(model, **sample)
 
@@ -199,6 +208,14 @@ class RecordModel(nn.Module):
     labels (all ignored; give them an attention mask of ones). Outputs are ``[R, S,
     ...]``, and :func:`model_losses` gives one loss a record, over all labels of its
     sequences.
+
+    Raises:
+        Refused: if the inputs have other shapes
+
+    Example:
+        >>> model = RecordModel(nn.Embedding(5, 2))
+        >>> model(input=torch.zeros(4, 3, 7, dtype=torch.int64)).shape
+        torch.Size([4, 3, 7, 2])
     """
 
     def __init__(self, model: nn.Module):

@@ -282,6 +282,3 @@ def _check_optimizer(optimizer: Any) -> None:
     else:
         return
     raise Refused(reason, parameter="optimizer", remedy=remedy)
-
-
-__all__ = ["Monitor"]

@@ -30,6 +30,3 @@ def progress(
     """
     given = {"leave": False, "delay": 1.0, **kwargs}
     return tqdm(iterable, what, disable=None if show else True, **given)
-
-
-__all__ = ["progress"]

@@ -25,6 +25,14 @@ from opacus_ext.accountants.whole import record_whole
 from opacus_ext.refused import Refused
 from opacus_ext.secure import SecureSource, with_noise
 
+__all__ = [
+    "Popularity",
+    "Transitions",
+    "noise_for",
+    "release_popularity",
+    "release_transitions",
+]
+
 Generator = Union[None, torch.Generator, SecureSource]
 
 # Of release_transitions: the best on MovieLens-1M (docs/how-to/releases.md).

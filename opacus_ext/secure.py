@@ -38,6 +38,8 @@ import torch
 
 from opacus_ext.refused import Refused
 
+__all__ = ["SecureSource", "add_rounded_noise", "gaussian_grid"]
+
 _FINE = 30  # the grid is at least 2^30 times finer than the noise's std
 _CHUNK = 2**20  # entries that are drawn together
 _BITS = 63  # of the uniform number that gives |N|; one more bit is the sign of N
@@ -106,6 +108,11 @@ def add_rounded_noise(total: torch.Tensor, std: float, grid: float) -> torch.Ten
 
     Raises:
         Refused: if an entry is not a number (NaN), to which no noise can be added
+
+    Example:
+        >>> std, grid = gaussian_grid(1.0, sensitivity=1.0, entries=3)
+        >>> add_rounded_noise(torch.zeros(3), std, grid).shape
+        torch.Size([3])
     """
     steps = total.double() / grid
     if bool(steps.isnan().any()):
@@ -207,12 +214,3 @@ class _Uniform:
                     return bool(self.head >= upper)
             self.head = self.head << 64 | int.from_bytes(os.urandom(8), "big")
             self.bits += 64
-
-
-__all__ = [
-    "SecureSource",
-    "add_rounded_noise",
-    "gaussian_grid",
-    "rounded_normals",
-    "with_noise",
-]

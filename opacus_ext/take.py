@@ -19,6 +19,13 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_
 from opacus_ext.private_torch import tree_leaves, tree_map
 from opacus_ext.refused import Refused
 
+__all__ = [
+    "bags",
+    "graphs",
+    "items",
+    "packed",
+]
+
 T = torch.Tensor
 
 

@@ -27,6 +27,7 @@ DIST = ROOT / "dist"
 INSTALLED = """
 import sys, opacus_ext
 assert opacus_ext.__file__.startswith(sys.prefix), opacus_ext.__file__
+assert "transformers" not in sys.modules, "importing transformers takes seconds"
 print(opacus_ext.__version__)
 """
 #: Quick tests that run in what was unpacked; `make test` there runs all.

@@ -28,6 +28,11 @@ class Poisson:
         expected_batch_size: records of a batch on average, any number up to all; it
             divides the sum of clipped gradients
         sample_rate: instead, the probability that a record is drawn
+
+    Example:
+        >>> sampling = Poisson(expected_batch_size=50, steps=10)
+        >>> sampling.rate(records=1000), sampling.steps_per_epoch(records=1000)
+        (0.05, 10)
     """
 
     steps: Optional[int] = None
@@ -186,11 +191,17 @@ class CyclicPoisson(Poisson):
     To remove a record means that its gradients are left out and all others stay in
     their parts. A data set without it, numbered anew, has other parts. Each batch of
     the loader must be one step. ``make_private(noise=...)`` makes one, of ``bands=b``.
+
+    Example:
+        >>> sampling = CyclicPoisson(expected_batch_size=2, bands=2)
+        >>> sampling.draw(4, None, step=0).tolist()  # 2 of 4 records, from one half
+        [0, 2]
     """
 
     bands: int
 
     def check(self, records: int) -> None:
+        """Refuses sizes that can't be, of batches or of parts."""
         super().check(records)
         if self.bands != int(self.bands) or not 1 <= self.bands <= records:
             raise Refused(
@@ -208,6 +219,7 @@ class CyclicPoisson(Poisson):
             )
 
     def draw(self, records: int, generator: Any, step: int = 0) -> torch.Tensor:
+        """Returns the record numbers of batch ``step``, all of them in one part."""
         import torch
 
         part = torch.arange(step % self.bands, records, self.bands)
@@ -216,6 +228,7 @@ class CyclicPoisson(Poisson):
     def account(
         self, accountant: Any, records: int, noise_multiplier: float, steps: int = 1
     ) -> None:
+        """Records steps: each round of ``bands`` steps is one at a larger rate."""
         rate, rounds = self.bands * self.rate(records), -(-steps // self.bands)
         _account(accountant, noise_multiplier, rate, rounds)
 
@@ -234,4 +247,5 @@ class CyclicPoisson(Poisson):
             noise.counted = begun
 
     def describe(self, records: int) -> Dict[str, Any]:
+        """Returns plain numbers and names for the privacy statement."""
         return {**super().describe(records), "scheme": "cyclic_poisson"}

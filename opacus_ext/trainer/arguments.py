@@ -47,6 +47,11 @@ class PrivacyArguments:
 
     Raises:
         Refused: for arguments that do not fit
+
+    Example:
+        >>> privacy = PrivacyArguments(target_epsilon=8, target_delta=1e-5)
+        >>> privacy.grad_sample_mode, privacy.per_sample_max_grad_norm
+        ('auto', 1.0)
     """
 
     target_delta: float = field(metadata={"help": "delta of the guarantee"})
