@@ -1,4 +1,4 @@
-"""Ways to draw the batch of a step: ``make_private(..., sampling=...)``."""
+"""How the batch of a step is drawn: ``make_private(..., sampling=...)``."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, kw_only=True)
 class Poisson:
     """
-    Each record is drawn with the same probability, independently of others.
+    Each record is drawn with the same probability, independently of other records.
 
-    Opacus's own sampling is this at rates 1 / k, where the loader has k batches. Every
-    accountant knows it.
+    Opacus's own sampling is the same with a rate of 1 / k, if the loader has k batches.
+    Every accountant supports it.
 
     Args:
         steps: length of an epoch; by default one over the sampling rate, rounded
@@ -60,7 +60,7 @@ class Poisson:
         return round(size) if abs(size - round(size)) < 1e-9 * size else size
 
     def check(self, records: int) -> None:
-        """Refuses sizes that can't be."""
+        """Refuses impossible sizes."""
         if self.steps is not None and (self.steps != int(self.steps) or self.steps < 1):
             raise Refused(
                 f"steps={self.steps} of an epoch is not a whole number above zero.",
@@ -148,7 +148,7 @@ class Poisson:
         return loader_like(stock, stock.dataset, draws, collate, stock.generator)
 
 
-#: The type of all ways to draw.
+#: The type of all samplings.
 Sampling = Poisson
 
 
@@ -201,7 +201,7 @@ class CyclicPoisson(Poisson):
     bands: int
 
     def check(self, records: int) -> None:
-        """Refuses sizes that can't be, of batches or of parts."""
+        """Refuses impossible sizes of batches or parts."""
         super().check(records)
         if self.bands != int(self.bands) or not 1 <= self.bands <= records:
             raise Refused(

@@ -1,4 +1,4 @@
-"""Models of item sequences: DPFormer, and the recurrent ones it is compared with."""
+"""Models of item sequences: DPFormer, and recurrent models to compare it with."""
 
 import math
 from typing import Optional, Union
@@ -87,11 +87,11 @@ class NextItemModel(nn.Module):
 
     def set_prior(self, prior: Union[torch.Tensor, nn.Module]) -> None:
         """
-        Sets logits to which those of the model are added.
+        Sets logits that are added to those of the model.
 
-        What is public, or was released once, need not be learned from noisy gradients.
-        A model that starts from equal chances mostly learns how popular items are, and
-        clipping lets that take the place of everything else.
+        The model need not learn from noisy gradients what is public or was released
+        once. Without a prior its clipped gradients are mostly about how popular items
+        are, and little of anything else is learned.
 
         Args:
             prior: p_i of the items, ``[num_items + 1]``, of which log p_i is taken
