@@ -89,8 +89,8 @@ class Monitor:
     @property
     def ran(self) -> str:
         """
-        See ``ran`` of the optimizer. This line alone has no noise: which way is taken
-        may depend on the records.
+        How the samples of the last step have run, see ``ran`` of the optimizer. It has
+        no noise and may depend on the records, so keep it to yourself.
         """
         return str(self.optimizer.ran)
 
@@ -253,7 +253,7 @@ class Monitor:
         return {name: getattr(self, name) for name in _STATE}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continues from a :meth:`state_dict`."""
+        """Continues from what :meth:`state_dict` returned."""
         for name in _STATE:
             old = state[name]  # None in one of an earlier version
             setattr(self, name, 0.0 if old is None else old)

@@ -15,8 +15,8 @@ def progress(
     **kwargs: Any,
 ) -> tqdm:
     """
-    A bar on the standard error for work of more than a second, removed at its end.
-    Nothing is written where standard error is no terminal.
+    Shows a bar on the standard error for work of more than a second, and removes it at
+    the end. Nothing is written if the standard error is no terminal.
 
     Args:
         iterable: the steps; None if ``update`` is called

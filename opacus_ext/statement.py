@@ -98,7 +98,7 @@ def privacy_statement(
 
     Args:
         delta: of the guarantee; by default that of ``make_private_with_epsilon``
-        unit: the name of a record, such as "user" if a user has one record only
+        unit: the name of a record, such as "user" if each user has only one record
 
     Raises:
         Refused: without a delta, or for one that is not between 0 and 1
