@@ -1,10 +1,10 @@
-"""One loss a sample, of which DP-SGD clips the gradient.
+"""One loss per sample, whose gradient DP-SGD clips.
 
 A model's own ``loss`` is one number for the batch, mostly the mean over all of its
-tokens: the weight of a sample depends on the length of the others, so clipping each
-sample bounds nothing. :func:`model_losses` gives what the model's own code computes for
-each sample alone. transformers is not imported: any model will do that computes its
-loss from its labels.
+tokens. In such a mean the weight of a sample depends on the length of the other
+samples, so clipping each sample bounds nothing. :func:`model_losses` returns what the
+model's own code computes for each sample alone. transformers is not imported, and any
+model works that computes its loss from its labels.
 """
 
 from __future__ import annotations
@@ -40,17 +40,19 @@ def cross_entropy(
     reduction: str = "mean",
 ) -> T:
     """
-    Returns the cross-entropy of each sample over its own labels, ``[B]``: zero for a
-    sample none of whose labels count. Logits in half precision are widened to float32.
+    Returns the cross-entropy of each sample over its own labels, ``[B]``. It is zero
+    for a sample whose labels are all ignored. Logits in half precision are widened to
+    float32.
 
     Args:
         logits: ``[B, ..., V]``, such as ``[B, T, V]`` or ``[B, V]``
         labels: ``[B, ...]``; for next tokens shift them, not the logits, which would be
             copied: ``F.pad(ids, (0, 1), value=-100)[:, 1:]``
         ignore_index: of labels that do not count
-        weight: of each class, ``[V]``. In a "mean" it is divided away where a sample
-            has a single label: take the "sum", or weight the losses (PerSample)
-        label_smoothing: between 0 and 1, as torch's
+        weight: of each class, ``[V]``. It has no effect on the "mean" of a sample with
+        a
+            single label: take the "sum", or weight the losses (PerSample)
+        label_smoothing: between 0 and 1, as in torch
         reduction: "mean" over a sample's labels that count (weighted, if there are
             class weights), or their "sum"
 
@@ -84,9 +86,9 @@ def cross_entropy(
 
 class PerSample(nn.Module):
     """
-    The criterion for losses ``[B]`` that are there already. With it one line is right
-    in every mode: ``criterion(losses).backward()``. Its ``reduction`` is "mean" or
-    "sum", as ``loss_reduction`` of ``make_private``.
+    The criterion for losses ``[B]`` that are computed already. With it
+    ``criterion(losses).backward()`` is right in every mode. Its ``reduction`` is "mean"
+    or "sum", like ``loss_reduction`` of ``make_private``.
 
     Example:
         >>> PerSample()(torch.tensor([1.0, 3.0]), torch.tensor([1.0, 0.5]))
@@ -138,8 +140,9 @@ AT_ONCE[PerSample] = lambda criterion, shape, losses, weights=None: _weighted(
 
 def model_losses(model: nn.Module, batch: Mapping[str, Any]) -> T:
     """
-    Returns the losses ``[B]`` that a model computes of its labels: for each sample what
-    the model gives for it alone, and zero where none of its labels count.
+    Returns the losses ``[B]`` that a model computes from its labels: for each sample
+    the loss that the model gives for it alone, and zero if all of its labels are
+    ignored.
 
     The model's own code shifts labels, makes decoder inputs and recognizes problem
     types. What it computes over the batch (the balancing loss of a mixture of experts,
@@ -206,7 +209,7 @@ class RecordModel(nn.Module):
     It takes the keyword arguments of ``model`` with one more dim: ``[R, S, ...]`` for
     ``R`` records of ``S`` sequences. Shorter records are padded by sequences without
     labels (all ignored; give them an attention mask of ones). Outputs are ``[R, S,
-    ...]``, and :func:`model_losses` gives one loss a record, over all labels of its
+    ...]``, and :func:`model_losses` returns one loss per record, over all labels of its
     sequences.
 
     Raises:
@@ -274,7 +277,7 @@ def _mean(total: T, count: T) -> T:
 class _OwnLoss(TorchFunctionMode):
     """
     Calls a model for one sample, and returns its loss. torch's means over labels are
-    zero where no label counts.
+    zero if all labels are ignored.
     """
 
     is_compiled = True  # along with a model that is called in it

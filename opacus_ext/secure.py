@@ -55,8 +55,8 @@ _ERROR = 2.0**-44
 
 class SecureSource:
     """
-    Random numbers from the operating system, in place of a ``torch.Generator``.
-    Torch's own functions refuse it, so that none of them draws in another way.
+    Random numbers from the operating system, instead of a ``torch.Generator``. Torch's
+    own functions refuse it, so that none of them can draw other random numbers.
 
     Example:
         >>> SecureSource().integers(3).shape
@@ -78,7 +78,7 @@ def gaussian_grid(
     noise_multiplier: float, sensitivity: float, entries: int
 ) -> Tuple[float, float]:
     """
-    The std of the noise, and the grid, for a sum that is released.
+    Returns the std of the noise, and the grid, for a sum that is released.
 
     Args:
         noise_multiplier: the one that is accounted for
@@ -98,9 +98,9 @@ def gaussian_grid(
 
 def add_rounded_noise(total: torch.Tensor, std: float, grid: float) -> torch.Tensor:
     """
-    ``total`` rounded to the grid, plus Gaussian noise rounded to the grid, with the
-    same dtype and on the same device. The noise is drawn on the CPU, since CUDA has no
-    secure source.
+    Returns ``total`` rounded to the grid, plus Gaussian noise rounded to the grid, with
+    the same dtype and on the same device. The noise is drawn on the CPU, since CUDA has
+    no secure source.
 
     Args:
         total: real numbers
