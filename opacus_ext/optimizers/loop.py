@@ -100,7 +100,7 @@ class CountingCollate:
         return all(map(self._is_plain, parts))
 
     def _without_records(self, one: Any, two: Any) -> Any:
-        """Empties the batch of one record. A batch of two tells what grows with records."""
+        """Empties the batch of one record. Two records tell what there is for each."""
         rows = int(self.collate.rand_on_empty)
         if isinstance(one, torch.Tensor):
             if self._is_plain(one):
