@@ -74,17 +74,14 @@ __all__ = [
     "workspace",
 ]
 
-#: Names of modules that need transformers, or take long to import.
-_IMPORTED_LATER = {
-    "PrivacyArguments": "opacus_ext.trainer",
-    "PrivateTrainer": "opacus_ext.trainer",
-}
+#: Names of opacus_ext.trainer, which needs transformers and takes seconds to import.
+_OF_TRAINER = {"PrivacyArguments", "PrivateTrainer"}
 
 
 def __getattr__(name: str) -> Any:
     """Imports a part of the package when it is asked for: ``opacus_ext.trainer``."""
-    if name in _IMPORTED_LATER:
-        return getattr(importlib.import_module(_IMPORTED_LATER[name]), name)
+    if name in _OF_TRAINER:
+        return getattr(importlib.import_module("opacus_ext.trainer"), name)
     try:
         return importlib.import_module(f"{__name__}.{name}")
     except ModuleNotFoundError as error:
@@ -95,11 +92,9 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> List[str]:
-    """The public names that can be imported here, and those that every module has."""
-    names = {*__all__, *(name for name in globals() if name[:2] == "__")}
-    if find_spec("transformers") is None:
-        names -= {*_IMPORTED_LATER}
-    return sorted(names)
+    """The public names; those of the trainer only if it can be imported."""
+    hidden = _OF_TRAINER if find_spec("transformers") is None else ()
+    return sorted({*__all__}.difference(hidden))
 
 
 register()

@@ -255,8 +255,7 @@ class Monitor:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continues from what :meth:`state_dict` returned."""
         for name in _STATE:
-            old = state[name]  # None in one of an earlier version
-            setattr(self, name, 0.0 if old is None else old)
+            setattr(self, name, state[name])
 
 
 _STATE = ["_steps", "_expected", "_counts", "_counts_variance"]

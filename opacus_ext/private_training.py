@@ -302,11 +302,7 @@ class PrivateTraining:
         self, saved: Mapping[str, Any], config: Dict[str, Any], path: Any, name: str
     ) -> None:
         """Refuses the state of a run with other settings, given as ``name``."""
-        # Settings of earlier versions, at what is always so by now.
-        gone = {"poisson_sampling": True, "max_batch_size": None}
-        before = dict(saved["config"])
-        for key in [k for k, value in gone.items() if before.get(k, 0) == value]:
-            del before[key]
+        before = saved["config"]
         changed = "; ".join(
             f"{key}: {before.get(key)!r} there, {config.get(key)!r} here"
             for key in sorted(before.keys() | config.keys())

@@ -23,7 +23,6 @@ from opacus_ext.data.collators import RecordCollator
 from opacus_ext.data.logical import derive_seed
 from opacus_ext.grad_sample.adapter.model import PrivateModel
 from opacus_ext.losses import RecordModel, cross_entropy
-from opacus_ext.private_training import PrivateTraining
 from opacus_ext.refused import Refused
 from opacus_ext.trainer import PRIVACY_STATE, PrivacyArguments, PrivateTrainer
 
@@ -524,12 +523,3 @@ def test_an_error_in_a_step_leaves_no_trace(mode, tmp_path):
     assert not any(hasattr(p, "summed_grad") for p in run.model.parameters())
     run.train()
     assert history(run) == [(1.0, 6 / N, steps + 4)]
-
-
-def test_settings_of_earlier_versions_are_no_other_run():
-    training = PrivateTraining("prv", 1e-5, None, 1.0)
-    old = {"records": 5, "poisson_sampling": True, "max_batch_size": None}
-    training.refuse_others({"config": old}, {"records": 5}, "path", "name")
-    old["max_batch_size"] = 9
-    with pytest.raises(Refused, match="max_batch_size: 9 there"):
-        training.refuse_others({"config": old}, {"records": 5}, "path", "name")

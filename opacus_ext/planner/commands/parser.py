@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import math
 import os
-import re
 from functools import partial
 from pathlib import Path
 from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tuple
@@ -282,7 +281,7 @@ def build_parser() -> argparse.ArgumentParser:
 def _version() -> str:
     """The version of the package, read from its text."""
     text = Path(__file__).parents[2].joinpath("__init__.py").read_text(encoding="utf-8")
-    return "opacus-ext " + re.findall(r'^__version__ = "(.+)"$', text, re.M)[0]
+    return "opacus-ext " + text.split('__version__ = "')[1].split('"')[0]
 
 
 def parse(argv: Optional[Sequence[str]] = None) -> argparse.Namespace:
