@@ -7,6 +7,7 @@
 # make fuzz                                    random models in random loops: 2 minutes
 # make mutations                               break a third of what can break: 1 minute
 # make docs                                    build the site of docs/ into site/, strictly
+# make dist                                    build the wheel and the sdist, and try both
 # make test-opacus                             run Opacus's own tests with the package: 2 minutes
 # make test-torch TORCH=2.14.1                 make test with another torch (the oldest if none is
 #                                              given), in an environment of its own: 5 GB, 4 minutes more;
@@ -26,7 +27,7 @@ BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --no-compile -c constraints.txt
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: train test test-thorough test-examples test-clients fuzz mutations docs test-opacus install-torch test-torch upstream benchmark gpu benchmark-moe lint clean
+.PHONY: train test test-thorough test-examples test-clients fuzz mutations docs dist test-opacus install-torch test-torch upstream benchmark gpu benchmark-moe lint clean
 
 train: $(VENV)/.installed
 	$(BIN)/python -m examples.train $(if $(DATA),--data "$(DATA)") $(ARGS)
@@ -61,6 +62,9 @@ mutations: $(VENV)/.installed
 # Nothing is imported, so torch need not be there: the code is parsed.
 docs: $(VENV)/.installed-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict $(ARGS)
+
+dist: $(VENV)/.installed-dev
+	$(BIN)/python tools/release.py $(ARGS)
 
 # torchvision is for the data of these tests alone; its kernels need not fit torch's build.
 test-opacus: $(VENV)/.installed
@@ -97,7 +101,7 @@ lint: $(VENV)/.installed-dev
 	$(BIN)/python tools/shape.py
 
 clean:
-	rm -rf $(VENV) build *.egg-info
+	rm -rf $(VENV) build dist *.egg-info
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)

@@ -35,7 +35,7 @@ from torch.utils.data import DataLoader, TensorDataset
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import opacus_ext  # noqa: F401,E402  (registers the modes)
 from examples.runs import ignore_standing_warnings, moving_average  # noqa: E402
-from opacus_ext.losses import PerRecord, PerSample, cross_entropy  # noqa: E402
+from opacus_ext.losses import PerSample, RecordModel, cross_entropy  # noqa: E402
 
 Rows = Tuple[torch.Tensor, torch.Tensor]  # what the model reads, classes
 POOL = 16  # views of an image, made once
@@ -171,7 +171,7 @@ def train(data: Splits, seed: int, args: argparse.Namespace) -> Dict[str, Any]:
     average = moving_average(net, args.ema)
     kind = torch.optim.Adam if args.adam else torch.optim.SGD
     model, optimizer, criterion, _ = PrivacyEngine().make_private(
-        module=PerRecord(net) if views else net,
+        module=RecordModel(net) if views else net,
         optimizer=kind(net.parameters(), lr=args.lr),
         criterion=PerSample(),
         data_loader=DataLoader(TensorDataset(x, y), batch_size=size),

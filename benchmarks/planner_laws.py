@@ -22,8 +22,8 @@ from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple
 import numpy as np
 from scipy.optimize import least_squares, minimize_scalar, nnls
 
+from opacus_ext.accountants.calibration import calibrate
 from opacus_ext.planner import Measurements, Surface, scaled_options
-from opacus_ext.planner.calibration import calibrate
 from opacus_ext.planner.laws import Fit, private_sigmoid
 from opacus_ext.planner.noise_free import KAPPA, NoiseFree
 from opacus_ext.planner.paper import PAPER, PHYSICAL_BATCH

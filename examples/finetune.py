@@ -425,7 +425,7 @@ def parse_args(argv: Optional[List[str]] = None) -> argparse.Namespace:
     )
     modes = ("ghost_bk", "ghost", "hooks")
     add("--grad-sample-mode", "ghost_bk", str, f"one of {modes}", choices=modes)
-    add("--clipping", "flat", str, "flat, automatic or normalised")
+    add("--clipping", "flat", str, "flat, automatic or normalized")
     add("--max-grad-norm", 1.0, positive, "norm of a row's clipped gradient")
     add("--width", 64, count, "with --scratch: model dimension")
     add("--depth", 1, count, "with --scratch: layers of the encoder")

@@ -374,7 +374,7 @@ def parse_args(argv: Optional[List[str]] = None) -> argparse.Namespace:
     )
     modes = ("ghost_bk", "ghost", "hooks")
     add("--grad-sample-mode", "ghost_bk", str, f"one of {modes}", choices=modes)
-    add("--clipping", "automatic", str, "flat, automatic or normalised")
+    add("--clipping", "automatic", str, "flat, automatic or normalized")
     add("--max-grad-norm", 1.0, positive, "norm of a user's clipped gradient")
     text = "decay of the moving average of the weights that is measured; 0: the last"
     add("--ema", 0.0, part, text + " weights")

@@ -7,7 +7,8 @@ Importing this package beside ``opacus.PrivacyEngine`` extends its modes, and ad
 """
 
 import importlib
-from typing import Any
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any, List
 
 from opacus_ext import take
 from opacus_ext.checks import check_per_sample_gradients, find_leaks
@@ -16,6 +17,7 @@ from opacus_ext.clipping import (
     ClippingFunction,
     register_clipping,
 )
+from opacus_ext.data import UserRecords
 from opacus_ext.engine import PrivacyEngine
 from opacus_ext.grad_sample import (
     ClippedGrads,
@@ -29,10 +31,14 @@ from opacus_ext.grad_sample import (
     register_rule,
     workspace,
 )
+from opacus_ext.losses import PerSample, model_losses
 from opacus_ext.monitor import Monitor
 from opacus_ext.re_attention import ErrorTracker, track_errors
 from opacus_ext.refused import Refused
 from opacus_ext.registry import register, unregister
+
+if TYPE_CHECKING:
+    from opacus_ext.trainer import PrivacyArguments, PrivateTrainer
 
 __version__ = "0.1.0"
 
@@ -45,13 +51,18 @@ __all__ = [
     "Monitor",
     "OneHot",
     "Op",
+    "PerSample",
     "PerSampleGrads",
+    "PrivacyArguments",
     "PrivacyEngine",
+    "PrivateTrainer",
     "Refused",
+    "UserRecords",
     "as_op",
     "check_per_sample_gradients",
     "clipped_grads",
     "find_leaks",
+    "model_losses",
     "per_sample_grads",
     "register",
     "register_clipping",
@@ -62,9 +73,14 @@ __all__ = [
     "workspace",
 ]
 
+#: Names of opacus_ext.trainer, which needs transformers and takes seconds to import.
+_OF_TRAINER = {"PrivacyArguments", "PrivateTrainer"}
+
 
 def __getattr__(name: str) -> Any:
-    """Imports a part of the package when it is asked for: ``opacus_ext.losses``."""
+    """Imports a part of the package when it is asked for: ``opacus_ext.trainer``."""
+    if name in _OF_TRAINER:
+        return getattr(importlib.import_module("opacus_ext.trainer"), name)
     try:
         return importlib.import_module(f"{__name__}.{name}")
     except ModuleNotFoundError as error:
@@ -72,6 +88,12 @@ def __getattr__(name: str) -> Any:
             raise
         message = f"module {__name__!r} has no attribute {name!r}"
         raise AttributeError(message) from None
+
+
+def __dir__() -> List[str]:
+    """The public names; those of the trainer only if it can be imported."""
+    hidden = _OF_TRAINER if find_spec("transformers") is None else ()
+    return sorted({*__all__}.difference(hidden))
 
 
 register()

@@ -134,8 +134,9 @@ def load_checkpoint(
     """
     ``PrivacyEngine.load_checkpoint``, without running code in the file. If loading
     fails in the middle, the model's weights may come from both runs, so the steps
-    of both are counted. Noise and records are drawn afresh from then on, by all that
-    the engine has made private or will, whether the optimizer is passed or not.
+    of both are counted. From then on, everything that the engine has made private, or
+    makes private later, draws new noise and new records, whether the optimizer is
+    passed or not.
 
     Args:
         repeat_noise: True resumes the run bit for bit, with the noise that it would

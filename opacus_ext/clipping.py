@@ -1,7 +1,7 @@
 """Clipping functions: from the norms of per-sample gradients to their factors.
 
-Each states its sensitivity, the most that one record can change the clipped sum; the
-noise is the noise multiplier times that.
+Each states its sensitivity, the most that one record can change the clipped sum. The
+standard deviation of the noise is the noise multiplier times the sensitivity.
 """
 
 from __future__ import annotations
@@ -14,12 +14,19 @@ import torch
 
 from opacus_ext.refused import Refused
 
+__all__ = [
+    "Clipping",
+    "ClippingFunction",
+    "find_clipping",
+    "register_clipping",
+]
+
 Bound = Union[float, List[float]]
 
 
-# How often the largest norm of a clipped gradient fits into the change of a sum, by
-# which data sets are neighbors: one has a record more; one record is another one; one
-# record is replaced by one whose gradient is zero.
+# How many of the largest clipped gradients the sums of two neighbors differ by. One
+# data set has one more record, has another record in the place of one, or has a record
+# whose gradient is zero instead.
 _RELATIONS = {"add_or_remove_one": 1, "replace_one": 2, "replace_special": 1}
 
 
@@ -52,8 +59,8 @@ class Clipping(NamedTuple):
         The clipping function with this ``max_grad_norm``.
 
         Raises:
-            Refused: for what is no positive number, or list of these if the clipping is
-                by parameter
+            Refused: for a bound that is no positive number, or, if the clipping is by
+                parameter, no list of positive numbers
         """
         # Compiled code can't ask a number that changes for its attributes.
         if not isinstance(bound, float) and hasattr(bound, "tolist"):
@@ -114,8 +121,9 @@ def check_bound(
     clipping: Clipping, bound: Bound, parameters: Optional[int] = None
 ) -> None:
     """
-    Refuses a bound that does not fit the clipping, or the number of parameters: one
-    that is broadcast to several makes the sensitivity larger than what is stated.
+    Refuses a bound that does not fit the clipping, or the number of parameters. A bound
+    that is broadcast to several parameters would make the sensitivity larger than
+    stated.
     """
     several = isinstance(bound, (list, tuple))
     bounds: Any = bound if several else [bound]
@@ -191,7 +199,7 @@ CLIPPINGS: Dict[str, Clipping] = {}
 
 def register_clipping(clipping: Clipping) -> Clipping:
     """
-    Makes a kind of clipping known by its name, to all modes.
+    Registers a kind of clipping by its name, for all modes, and returns it.
 
     Example:
         >>> from opacus_ext import Clipping, register_clipping
@@ -207,10 +215,16 @@ def register_clipping(clipping: Clipping) -> Clipping:
 
 def find_clipping(clipping: Union[str, Clipping]) -> Clipping:
     """
-    The clipping that is registered by a name; a :class:`Clipping` as it is.
+    Returns the clipping that is registered by a name. A :class:`Clipping` is returned
+    as it is.
 
     Raises:
         Refused: for a name that is not registered
+
+    Example:
+        >>> clipping = find_clipping("flat").at(2.0)
+        >>> clipping(torch.tensor([1.0, 8.0])), clipping.sensitivity("replace_one")
+        (tensor([1.0000, 0.2500]), 4.0)
     """
     if isinstance(clipping, Clipping):
         return clipping
@@ -229,7 +243,7 @@ def _flat(norms: torch.Tensor, bound: float) -> torch.Tensor:
 
 
 def _per_layer(norms: torch.Tensor, bound: List[float]) -> torch.Tensor:
-    """The same, of each parameter by itself."""
+    """The same for each parameter separately."""
     bounds = torch.as_tensor(bound, dtype=norms.dtype, device=norms.device)
     return (bounds[:, None] / (norms + 1e-6)).clamp(max=1.0)
 
@@ -242,7 +256,6 @@ register_clipping(Clipping("automatic", lambda n, bound: bound / (n + 0.01)))
 register_clipping(
     Clipping("normalized", lambda n, bound: _flat(n, bound) / bound, lambda bound: 1.0)
 )
-CLIPPINGS["normalised"] = CLIPPINGS["normalized"]
 register_clipping(Clipping("per_layer", _per_layer, per_parameter=True))
 _BUILT_IN = tuple(CLIPPINGS.values())
 

@@ -25,26 +25,31 @@ from opacus_ext.grad_sample.parallel.sharding import (
 )
 from opacus_ext.refused import Refused
 
+__all__ = [
+    "expert_parallel",
+    "full_state_dict",
+]
+
 
 def expert_parallel(
     module: nn.Module, group: Optional[dist.ProcessGroup] = None
 ) -> DPDDP:
     """
-    Leaves each process its share of the experts, and all of the rest of a model.
+    Keeps a share of the experts, and all of the rest of a model, in each process.
 
-    To be called in every process, on the same model, before the optimizer is made. What
-    it returns goes to ``make_private`` like any model under Opacus's data parallelism;
-    each process then reads its own samples, in the modes "ghost" and "ghost_bk".
+    Call it in every process, on the same model, before you make the optimizer. Pass the
+    result to ``make_private`` like any model under Opacus's data parallelism, in mode
+    "ghost" or "ghost_bk". Each process then reads its own samples.
     Clipping is exact, by one all-reduce of as many squared norms as there are samples;
     ``clipping="per_layer"`` clips the share of each process as a layer of its own. All
     samples of a process run at once, or are refused (a branch on data that they answer
     differently, activation checkpointing).
 
-    Every process must take part in every step: the same number of forward and backward
-    passes, of empty batches too (so with ``BatchMemoryManager`` the physical batches
-    must come out equal in number; choose its size so that none is split). A process
-    that dies or is late makes the others raise, at the latest after the ``timeout`` of
-    ``init_process_group``, before they change a weight in that step.
+    Every process must take part in every step, with the same number of forward and
+    backward passes, also of empty batches. (So with ``BatchMemoryManager`` all
+    processes must have the same number of physical batches; choose its size so that no
+    batch is split.) If a process dies or is late, the others raise, at the latest after
+    the ``timeout`` of ``init_process_group``, before they change a weight in that step.
 
     Args:
         module: a model with stacked experts (:class:`opacus_ext.layers.Experts` or

@@ -1,4 +1,4 @@
-"""What was spent, and what voids the guarantee, whatever an accountant says."""
+"""The steps that were taken, and what voids the guarantee, beside any accountant."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class Ledger:
         others: the ledgers of engines that have trained the same parameters
         beside: sentences on what its statements do not cover
         goes_on: True if a checkpoint was loaded, from which other runs may go on, too
-        repeats: True if a run that goes on is to draw as the one before would have; its
-            noise is then the matter of who asked for it
+        repeats: True if a run that goes on is to draw what the run before would have
+            drawn. The caller is then responsible for its noise
     """
 
     goes_on = repeats = False
@@ -109,7 +109,7 @@ class Ledger:
 
 
 def difference(history: Iterable[Any], known: Iterable[Any]) -> History:
-    """Returns the steps of a history that another one does not have."""
+    """Returns the steps of a history that are not in the other one."""
     left: Dict[Tuple[float, float], int] = {}
     for noise, rate, steps in history:
         left[noise, rate] = left.get((noise, rate), 0) + steps

@@ -1,7 +1,7 @@
 """Lightning's Trainer, made private by a callback.
 
-For both packages, ``lightning`` and ``pytorch_lightning``; nothing else of opacus_ext
-imports either.
+It works with both packages, ``lightning`` and ``pytorch_lightning``. No other module of
+opacus_ext imports them.
 """
 
 from __future__ import annotations
@@ -64,25 +64,25 @@ class PrivacyCallback(Callback):
     sharded trains by ``PrivateTrainer`` or ``make_private``.
 
     "epsilon" is logged after each epoch. Checkpoints hold the accountant's history and
-    the random state of the noise: whoever has one can subtract the noise, so publish
-    weights alone. A run that goes on from one has the same draws, and noise that is
-    drawn afresh.
+    the random state of the noise. Whoever has a checkpoint can subtract the noise, so
+    publish weights alone. A run that goes on from a checkpoint has the same draws, and
+    new noise.
 
     Args:
         target_delta: delta of the guarantee, below one over the number of records
         target_epsilon: the most that all steps spend; the noise is chosen for it
         noise_multiplier: instead of ``target_epsilon``
         max_grad_norm: the bound of each record's gradient
-        grad_sample_mode: see ``make_private``. In all but "hooks" the loss must be made
-            by ``criterion``; "hooks" takes any that is a mean over the records
-        criterion: the LightningModule's attribute that makes the loss, such as an
+        grad_sample_mode: see ``make_private``. In "hooks" the loss may be any mean over
+            the records; in other modes ``criterion`` must compute it
+        criterion: the LightningModule's attribute that computes the loss, such as an
             ``nn.CrossEntropyLoss()``; within ``training_step`` it clips by record
-        module: the name of what ``training_step`` calls, such as "model"; by default
-            the LightningModule itself, ``self(...)``
+        module: the name of the module that ``training_step`` calls, such as "model"; by
+            default the LightningModule itself, ``self(...)``
         max_physical_batch_size: the most records ``training_step`` is given at once
         accountant: "prv", "prv_bounds" or "rdp"
-        sampling: another way to draw batches, of ``opacus_ext.data``
-        seed: of noise and batches, for tests. By default nobody knows it
+        sampling: of ``opacus_ext.data``, if batches are to be drawn otherwise
+        seed: of noise and batches, for tests. By default it is secret
         repeat_noise: see :class:`~opacus_ext.trainer.PrivacyArguments`; dropout is not
             repeated, as Lightning does not keep its random state
         kwargs: of ``make_private``, such as ``clipping``
@@ -144,7 +144,7 @@ class PrivacyCallback(Callback):
         self._undo: List[Callable[[], Any]] = []
 
     def get_epsilon(self, delta: Optional[float] = None) -> float:
-        """Returns what has been spent, at ``target_delta`` or another delta."""
+        """Returns the epsilon spent so far, at ``target_delta`` or another delta."""
         return self._training.get_epsilon(delta)
 
     def _refuse_model(self, pl_module: Any) -> None:
@@ -191,7 +191,7 @@ class PrivacyCallback(Callback):
         self._begin_later(trainer, pl_module)
 
     def _begin_later(self, trainer: Any, pl_module: Any) -> None:
-        """Begins when a checkpoint was read; until then refuses to train."""
+        """Begins once a checkpoint was read, and refuses to train until then."""
         run, loop, begun = trainer._run_stage, trainer.fit_loop.run, []
 
         def begin() -> Any:
@@ -271,7 +271,7 @@ class PrivacyCallback(Callback):
                 self._set(owner, name, _by_physical_batch(getattr(owner, name)))
 
     def _basis(self, trainer: Any) -> Basis:
-        """Returns what the run rests on."""
+        """Returns what the privacy of the run depends on."""
         names = "max_steps", "max_epochs", "limit_train_batches", "world_size"
         basis: Basis = {("trainer", name): getattr(trainer, name) for name in names}
         for name, value in self._kwargs.items():
@@ -322,7 +322,7 @@ class PrivacyCallback(Callback):
             )
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        """Logs what has been spent."""
+        """Logs epsilon."""
         pl_module.log("epsilon", self.get_epsilon(), sync_dist=self._several)
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
@@ -465,7 +465,7 @@ def _described(pl_module: Any, name: str) -> Any:
 
 
 def _by_physical_batch(transfer: Callable) -> Callable:
-    """Lets a hook for batches take lists of physical batches."""
+    """Makes a hook for batches accept lists of physical batches."""
 
     @functools.wraps(transfer)
     def by_batch(given: Any, *rest: Any) -> Any:
@@ -540,7 +540,7 @@ def _empty_loss(training: PrivateTraining) -> torch.Tensor:
 
 
 def _loss(output: Any, criterion: Any, name: str) -> Any:
-    """Returns the loss of a training_step; refuses one that is not clipped."""
+    """Returns the loss of a training_step. Refuses a loss that is not clipped."""
     loss = output.get("loss") if isinstance(output, Mapping) else output
     if loss is None:
         raise Refused(

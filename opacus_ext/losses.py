@@ -1,10 +1,10 @@
-"""One loss a sample, of which DP-SGD clips the gradient.
+"""One loss per sample, whose gradient DP-SGD clips.
 
 A model's own ``loss`` is one number for the batch, mostly the mean over all of its
-tokens: the weight of a sample depends on the length of the others, so clipping each
-sample bounds nothing. :func:`model_losses` gives what the model's own code computes for
-each sample alone. transformers is not imported: any model will do that computes its
-loss from its labels.
+tokens. In such a mean the weight of a sample depends on the length of the other
+samples, so clipping each sample bounds nothing. :func:`model_losses` returns what the
+model's own code computes for each sample alone. transformers is not imported, and any
+model works that computes its loss from its labels.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from opacus_ext.grad_sample.modes.common import private_model_of
 from opacus_ext.private_torch import tree_map
 from opacus_ext.refused import Refused
 
-__all__ = ["PerRecord", "PerSample", "cross_entropy", "model_losses", "sample_loss"]
+__all__ = ["PerSample", "RecordModel", "cross_entropy", "model_losses", "sample_loss"]
 
 T = torch.Tensor
 
@@ -40,17 +40,19 @@ def cross_entropy(
     reduction: str = "mean",
 ) -> T:
     """
-    Returns the cross-entropy of each sample over its own labels, ``[B]``: zero for a
-    sample none of whose labels count. Logits in half precision are widened to float32.
+    Returns the cross-entropy of each sample over its own labels, ``[B]``. It is zero
+    for a sample whose labels are all ignored. Logits in half precision are widened to
+    float32.
 
     Args:
         logits: ``[B, ..., V]``, such as ``[B, T, V]`` or ``[B, V]``
         labels: ``[B, ...]``; for next tokens shift them, not the logits, which would be
             copied: ``F.pad(ids, (0, 1), value=-100)[:, 1:]``
         ignore_index: of labels that do not count
-        weight: of each class, ``[V]``. In a "mean" it is divided away where a sample
-            has a single label: take the "sum", or weight the losses (PerSample)
-        label_smoothing: between 0 and 1, as torch's
+        weight: of each class, ``[V]``. It has no effect on the "mean" of a sample with
+        a
+            single label: take the "sum", or weight the losses (PerSample)
+        label_smoothing: between 0 and 1, as in torch
         reduction: "mean" over a sample's labels that count (weighted, if there are
             class weights), or their "sum"
 
@@ -84,9 +86,9 @@ def cross_entropy(
 
 class PerSample(nn.Module):
     """
-    The criterion for losses ``[B]`` that are there already. With it one line is right
-    in every mode: ``criterion(losses).backward()``. Its ``reduction`` is "mean" or
-    "sum", as ``loss_reduction`` of ``make_private``.
+    The criterion for losses ``[B]`` that are computed already. With it
+    ``criterion(losses).backward()`` is right in every mode. Its ``reduction`` is "mean"
+    or "sum", like ``loss_reduction`` of ``make_private``.
 
     Example:
         >>> PerSample()(torch.tensor([1.0, 3.0]), torch.tensor([1.0, 0.5]))
@@ -138,8 +140,9 @@ AT_ONCE[PerSample] = lambda criterion, shape, losses, weights=None: _weighted(
 
 def model_losses(model: nn.Module, batch: Mapping[str, Any]) -> T:
     """
-    Returns the losses ``[B]`` that a model computes of its labels: for each sample what
-    the model gives for it alone, and zero where none of its labels count.
+    Returns the losses ``[B]`` that a model computes from its labels: for each sample
+    the loss that the model gives for it alone, and zero if all of its labels are
+    ignored.
 
     The model's own code shifts labels, makes decoder inputs and recognizes problem
     types. What it computes over the batch (the balancing loss of a mixture of experts,
@@ -153,6 +156,14 @@ def model_losses(model: nn.Module, batch: Mapping[str, Any]) -> T:
 
     Raises:
         Refused: if the model gives no loss, or not one number for a sample
+
+    Example:
+        >>> class Regression(nn.Linear):
+        ...     def forward(self, x, labels):
+        ...         return {"loss": F.mse_loss(super().forward(x), labels)}
+        >>> batch = {"x": torch.ones(3, 4), "labels": torch.zeros(3, 1)}
+        >>> model_losses(Regression(4, 1), batch).shape
+        torch.Size([3])
     """
     if batch.get("num_items_in_batch") is not None:
         raise Refused(
@@ -183,13 +194,14 @@ def _reader_of(model: nn.Module) -> InputReader:
 
 def sample_loss(model: nn.Module, sample: Mapping[str, Any]) -> T:
     """
-    Returns the loss of one sample, a batch of one, as :func:`model_losses` does; for
-    :func:`opacus_ext.clipped_grads`.
+    Returns the loss of one sample, a batch of one, as :func:`model_losses` does. It is
+    a scalar, and the loss function of a model for :func:`opacus_ext.clipped_grads`:
+    ``lambda sample: sample_loss(model, sample)``.
     """
     return _OwnLoss(model)(model, **sample)
 
 
-class PerRecord(nn.Module):
+class RecordModel(nn.Module):
     """
     A model for records of several sequences: someone's messages, visits, documents. The
     record is the sample, so that clipping bounds the gradient of a whole record.
@@ -197,8 +209,16 @@ class PerRecord(nn.Module):
     It takes the keyword arguments of ``model`` with one more dim: ``[R, S, ...]`` for
     ``R`` records of ``S`` sequences. Shorter records are padded by sequences without
     labels (all ignored; give them an attention mask of ones). Outputs are ``[R, S,
-    ...]``, and :func:`model_losses` gives one loss a record, over all labels of its
+    ...]``, and :func:`model_losses` returns one loss per record, over all labels of its
     sequences.
+
+    Raises:
+        Refused: if the inputs have other shapes
+
+    Example:
+        >>> model = RecordModel(nn.Embedding(5, 2))
+        >>> model(input=torch.zeros(4, 3, 7, dtype=torch.int64)).shape
+        torch.Size([4, 3, 7, 2])
     """
 
     def __init__(self, model: nn.Module):
@@ -212,7 +232,7 @@ class PerRecord(nn.Module):
         if len(shapes) != 1 or len(min(shapes)) != 2:
             given = ", ".join(f"{n} {tuple(x.shape)}" for n, x in tensors.items())
             raise Refused(
-                "PerRecord takes tensors [R, S, ...] with the same R and S, got "
+                "RecordModel takes tensors [R, S, ...] with the same R and S, got "
                 f"{given or 'none'}.",
                 remedy="opacus_ext.data.collators.RecordCollator makes them.",
             )
@@ -257,7 +277,7 @@ def _mean(total: T, count: T) -> T:
 class _OwnLoss(TorchFunctionMode):
     """
     Calls a model for one sample, and returns its loss. torch's means over labels are
-    zero where no label counts.
+    zero if all labels are ignored.
     """
 
     is_compiled = True  # along with a model that is called in it

@@ -89,8 +89,8 @@ class Monitor:
     @property
     def ran(self) -> str:
         """
-        See ``ran`` of the optimizer. This line alone has no noise: which way is taken
-        may depend on the records.
+        How the samples of the last step have run, see ``ran`` of the optimizer. It has
+        no noise and may depend on the records, so keep it to yourself.
         """
         return str(self.optimizer.ran)
 
@@ -255,10 +255,9 @@ class Monitor:
         return {name: getattr(self, name) for name in _STATE}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continues from a :meth:`state_dict`."""
+        """Continues from what :meth:`state_dict` returned."""
         for name in _STATE:
-            old = state[name]  # None in one of an earlier version
-            setattr(self, name, 0.0 if old is None else old)
+            setattr(self, name, state[name])
 
 
 _STATE = ["_steps", "_expected", "_counts", "_counts_variance"]
@@ -284,6 +283,3 @@ def _check_optimizer(optimizer: Any) -> None:
     else:
         return
     raise Refused(reason, parameter="optimizer", remedy=remedy)
-
-
-__all__ = ["Monitor"]

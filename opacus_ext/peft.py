@@ -1,9 +1,9 @@
 """Refusals of adapters (PEFT's LoRA and others) that would be trained on noise alone.
 
-A parameter that no sample uses has a gradient of zero, and DP-SGD adds noise to it: an
-adapter that is merged, disabled, not active, never called or unknown to the optimizer
-is trained on noise silently. PEFT's layers are recognized by their attributes, so PEFT
-is not imported.
+A parameter that no sample uses has a gradient of zero, and DP-SGD adds noise to it. So
+an adapter that is merged, disabled, not active, never called or unknown to the
+optimizer would silently be trained on noise. PEFT is not imported: its layers are
+recognized by their attributes.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def _state(layer: Any) -> tuple:
 
 
 def _check(what: str, layer: Any) -> None:
-    """Refuses a layer an adapter of which would get no gradient."""
+    """Refuses a layer if one of its adapters would get no gradient."""
     active, disabled, merged = _state(layer)
     for adapter, params in _trainable(layer).items():
         for wrong, state, remedy in (
@@ -118,9 +118,10 @@ def refuse(module: nn.Module, params: Iterable[nn.Parameter]) -> None:
 
 def attach_checks(module: nn.Module) -> Iterator[Any]:
     """
-    Attaches hooks that refuse a training step in which an adapter gets no gradient: it
-    was merged, disabled or switched after make_private, or the module around its layer
-    reads the layer's weight without calling it. Yields the hooks' handles.
+    Attaches hooks that refuse a training step in which an adapter gets no gradient.
+    That happens if it was merged, disabled or switched after make_private, or if the
+    module around its layer reads the layer's weight without calling the layer. Yields
+    the handles of the hooks.
     """
     layers = adapters_in(module)
     if not layers:

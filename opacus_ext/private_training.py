@@ -1,6 +1,6 @@
 """
-The private part of a run whose training loop is another library's, which
-``PrivateTrainer`` and ``PrivacyCallback`` share.
+The private part of a run whose loop belongs to another library. ``PrivateTrainer`` and
+``PrivacyCallback`` share it.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def check_budget(
     target_epsilon: Optional[float],
     noise_multiplier: Optional[float],
 ) -> None:
-    """Refuses a delta, epsilon or noise that can't be."""
+    """Refuses an impossible delta, epsilon or noise multiplier."""
     check_number("target_delta", target_delta, below=1)
     if (target_epsilon is None) == (noise_multiplier is None):
         raise Refused(
@@ -57,7 +57,7 @@ def check_budget(
 
 
 class Same:
-    """An object that is equal to itself alone, in what a run rests on."""
+    """Compares a value that a run depends on by identity."""
 
     def __init__(self, value: Any):
         self.value = value
@@ -69,7 +69,7 @@ class Same:
         return f"{type(self.value).__name__} at {id(self.value):#x}"
 
 
-#: What a run rests on: values by their owner and name.
+#: What the privacy of a run depends on: values by their owner and name.
 Basis = Dict[Tuple[str, str], Any]
 
 
@@ -130,7 +130,9 @@ class PrivateTraining:
         return values[0]
 
     def get_epsilon(self, delta: Optional[float] = None) -> float:
-        """Returns what has been spent, at ``target_delta`` or another delta."""
+        """
+        Returns the epsilon that has been spent, at ``target_delta`` or another delta.
+        """
         return float(self.engine.get_epsilon(delta or self.target_delta))
 
     def logical_batches(
@@ -195,7 +197,9 @@ class PrivateTraining:
 
     @contextmanager
     def taking(self, batch: PhysicalBatch) -> Iterator[None]:
-        """Takes the gradients of a physical batch. Refuses one that was taken before"""
+        """
+        Takes the gradients of a physical batch. Refuses one that was taken before.
+        """
         place = batch.draw, batch.part
         if place <= self._taken.place:
             raise Refused(
@@ -213,9 +217,9 @@ class PrivateTraining:
 
     def keep(self, basis: Callable[[], Basis]) -> None:
         """
-        Keeps what the run rests on as training begins: that of ``basis`` and its own.
-        What has changed is refused by :meth:`refuse_changes`, and in each step before
-        the weights change.
+        Keeps what the privacy of the run depends on as training begins: what ``basis``
+        returns, and the draws, the noise and the bound. :meth:`refuse_changes` refuses
+        later changes, also in each step before the weights change.
         """
         self._basis, self._began = basis, {**basis(), **self._own_basis()}
         if isinstance(self.optimizer, ClippingOptimizer):
@@ -238,7 +242,9 @@ class PrivateTraining:
         return basis
 
     def refuse_changes(self) -> None:
-        """Refuses what the run rests on if it is not as it was when training began."""
+        """
+        Refuses changes, since training began, of what the run's privacy depends on.
+        """
         if self._began is None or self.hooks is None:
             return
         now = {**self._basis(), **self._own_basis()}
@@ -296,11 +302,7 @@ class PrivateTraining:
         self, saved: Mapping[str, Any], config: Dict[str, Any], path: Any, name: str
     ) -> None:
         """Refuses the state of a run with other settings, given as ``name``."""
-        # Settings of earlier versions, at what is always so by now.
-        gone = {"poisson_sampling": True, "max_batch_size": None}
-        before = dict(saved["config"])
-        for key in [k for k, value in gone.items() if before.get(k, 0) == value]:
-            del before[key]
+        before = saved["config"]
         changed = "; ".join(
             f"{key}: {before.get(key)!r} there, {config.get(key)!r} here"
             for key in sorted(before.keys() | config.keys())

@@ -15,8 +15,8 @@ def progress(
     **kwargs: Any,
 ) -> tqdm:
     """
-    A bar on the standard error for work of more than a second, removed at its end.
-    Nothing is written where standard error is no terminal.
+    Shows a bar on the standard error for work of more than a second, and removes it at
+    the end. Nothing is written if the standard error is no terminal.
 
     Args:
         iterable: the steps; None if ``update`` is called
@@ -30,6 +30,3 @@ def progress(
     """
     given = {"leave": False, "delay": 1.0, **kwargs}
     return tqdm(iterable, what, disable=None if show else True, **given)
-
-
-__all__ = ["progress"]

@@ -9,15 +9,15 @@ from typing import Any, Optional
 
 class Refused(ValueError, RuntimeError):
     """
-    Raised when exact per-sample gradients can't be computed, or an argument can't be
-    right. The model and the optimizer are unchanged. It is a ValueError and a
+    Raised when exact per-sample gradients can't be computed, or when an argument is
+    impossible. The model and the optimizer are unchanged. It is both a ValueError and a
     RuntimeError, so that handlers of either work.
 
     Args:
-        reason: what was met, with its module or argument and the shape or value
-        module: the module that can't be trained, by name and class, if it is one
-        parameter: the parameter or argument that is meant, by name, if it is one
-        remedy: what to do about it, a sentence or more
+        reason: what is wrong, with the module or argument and its shape or value
+        module: name and class of the module that can't be trained, if there is one
+        parameter: name of the parameter or argument that is meant, if there is one
+        remedy: what to do about it, in a sentence or more
 
     Attributes:
         reason: see above, as are ``module``, ``parameter`` and ``remedy``
@@ -74,7 +74,7 @@ def waited_in_vain(rank: int, error: Exception) -> ProcessFailure:
 
 
 def add_note(error: Exception, note: str) -> None:
-    """Adds a sentence to an error of others; to its text before Python 3.11."""
+    """Adds a sentence to another library's error; to its text before Python 3.11."""
     if hasattr(error, "add_note"):
         if note not in getattr(error, "__notes__", ()):
             error.add_note(note)

@@ -25,6 +25,14 @@ from opacus_ext.accountants.whole import record_whole
 from opacus_ext.refused import Refused
 from opacus_ext.secure import SecureSource, with_noise
 
+__all__ = [
+    "Popularity",
+    "Transitions",
+    "noise_for",
+    "release_popularity",
+    "release_transitions",
+]
+
 Generator = Union[None, torch.Generator, SecureSource]
 
 # Of release_transitions: the best on MovieLens-1M (docs/how-to/releases.md).
@@ -50,8 +58,8 @@ class Popularity:
     @property
     def shares(self) -> Tensor:
         """
-        ``[num_items + 1]``, float32, with sum 1; padding has none. Counts below the std
-        of the noise count as that.
+        ``[num_items + 1]``, float32, with sum 1; the share of padding is 0. Counts
+        below the std of the noise are raised to it.
         """
         counts = self.counts.clamp(min=self.noise_multiplier)
         counts[0] = 0
@@ -211,7 +219,7 @@ def release_transitions(
 
     Args:
         histories: the item ids ``[T]`` of each user, from 1, in the order of time;
-            zeros are padding and keep their place
+            zeros are padding, and count as positions between two actions
         items: ``[M]``, the ids that take part; public or from a release
         noise_multiplier, accountant, generator: as in :func:`release_popularity`
         weights: ``[num_items + 1]``, positive; public or from a release. By default 1
@@ -291,8 +299,8 @@ def _released(
 ) -> Tensor:
     """
     The sum of the users' vectors, each divided by its norm, with noise ``[size]``. A
-    vector is given by places and what is added there. The release is recorded before
-    the noise is drawn: one that fails has been paid for.
+    vector is given by indices and the values that are added there. The release is
+    recorded before the noise is drawn, so that one that fails is counted too.
     """
     total = torch.zeros(size, dtype=torch.float64)
     for keys, values in vectors:

@@ -38,6 +38,8 @@ import torch
 
 from opacus_ext.refused import Refused
 
+__all__ = ["SecureSource", "add_rounded_noise", "gaussian_grid"]
+
 _FINE = 30  # the grid is at least 2^30 times finer than the noise's std
 _CHUNK = 2**20  # entries that are drawn together
 _BITS = 63  # of the uniform number that gives |N|; one more bit is the sign of N
@@ -53,8 +55,8 @@ _ERROR = 2.0**-44
 
 class SecureSource:
     """
-    Random numbers from the operating system, in place of a ``torch.Generator``.
-    Torch's own functions refuse it, so that none of them draws in another way.
+    Random numbers from the operating system, instead of a ``torch.Generator``. Torch's
+    own functions refuse it, so that none of them can draw other random numbers.
 
     Example:
         >>> SecureSource().integers(3).shape
@@ -76,7 +78,7 @@ def gaussian_grid(
     noise_multiplier: float, sensitivity: float, entries: int
 ) -> Tuple[float, float]:
     """
-    The std of the noise, and the grid, for a sum that is released.
+    Returns the std of the noise, and the grid, for a sum that is released.
 
     Args:
         noise_multiplier: the one that is accounted for
@@ -94,11 +96,11 @@ def gaussian_grid(
     return noise_multiplier * (sensitivity + grid * root), grid
 
 
-def release(total: torch.Tensor, std: float, grid: float) -> torch.Tensor:
+def add_rounded_noise(total: torch.Tensor, std: float, grid: float) -> torch.Tensor:
     """
-    ``total`` rounded to the grid, plus Gaussian noise rounded to the grid, with the
-    same dtype and on the same device. The noise is drawn on the CPU, since CUDA has no
-    secure source.
+    Returns ``total`` rounded to the grid, plus Gaussian noise rounded to the grid, with
+    the same dtype and on the same device. The noise is drawn on the CPU, since CUDA has
+    no secure source.
 
     Args:
         total: real numbers
@@ -106,6 +108,11 @@ def release(total: torch.Tensor, std: float, grid: float) -> torch.Tensor:
 
     Raises:
         Refused: if an entry is not a number (NaN), to which no noise can be added
+
+    Example:
+        >>> std, grid = gaussian_grid(1.0, sensitivity=1.0, entries=3)
+        >>> add_rounded_noise(torch.zeros(3), std, grid).shape
+        torch.Size([3])
     """
     steps = total.double() / grid
     if bool(steps.isnan().any()):
@@ -131,7 +138,7 @@ def with_noise(
     if isinstance(generator, SecureSource):
         entries = total.numel()
         grid = gaussian_grid(noise_multiplier, sensitivity, entries)
-        return release(total, *grid) if std else total
+        return add_rounded_noise(total, *grid) if std else total
     shape, device = total.shape, total.device
     kind = {"dtype": total.dtype, "device": device, "generator": generator}
     return total + std * torch.randn(shape, **kind)
@@ -207,6 +214,3 @@ class _Uniform:
                     return bool(self.head >= upper)
             self.head = self.head << 64 | int.from_bytes(os.urandom(8), "big")
             self.bits += 64
-
-
-__all__ = ["SecureSource", "gaussian_grid", "release", "rounded_normals", "with_noise"]

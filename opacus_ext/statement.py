@@ -26,6 +26,12 @@ from opacus_ext.ledger import BROKEN, LEDGER, Ledger, ledger_of, with_steps
 from opacus_ext.refused import Refused
 from opacus_ext.runs import RUNS, installed_versions, runs_of
 
+__all__ = [
+    "PrivacyStatement",
+    "privacy_statement",
+    "read_statement",
+]
+
 PRIVACY_STATE = "privacy.pt"  # in a checkpoint's folder of PrivateTrainer
 
 _REMOVAL = "; additions were found to cost no more than removals, in all cases tried"
@@ -92,7 +98,7 @@ def privacy_statement(
 
     Args:
         delta: of the guarantee; by default that of ``make_private_with_epsilon``
-        unit: the name of a record, such as "user" if a user has one record only
+        unit: the name of a record, such as "user" if each user has only one record
 
     Raises:
         Refused: without a delta, or for one that is not between 0 and 1

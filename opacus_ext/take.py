@@ -1,12 +1,12 @@
 """Ready-made functions for ``make_private(take=...)`` and ``clipped_grads(take=...)``.
 
-Each is called as ``take(inputs, i)`` and gives sample ``i`` of what can't be cut along
-a dim, as a batch of one. ``take.size(inputs)`` is the number of samples; None if all
-share these inputs. ``inputs`` are the positional arguments of the model, a tuple, or
-those by keyword, a dict.
+Each is called as ``take(inputs, i)`` and returns sample ``i``, as a batch of one, of
+inputs that can't be cut along a dim. ``inputs`` are the positional arguments of the
+model, a tuple, or its keyword arguments, a dict. ``take.size(inputs)`` is the number of
+samples, or None if all samples share these inputs.
 
-A function of your own without ``size`` raises IndexError behind the last sample. An
-IndexError of a sample in the middle of a batch is refused.
+A function of your own that has no ``size`` raises IndexError after the last sample. If
+a sample before the last one raises IndexError, the batch is refused.
 """
 
 from __future__ import annotations
@@ -18,6 +18,13 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_
 
 from opacus_ext.private_torch import tree_leaves, tree_map
 from opacus_ext.refused import Refused
+
+__all__ = [
+    "bags",
+    "graphs",
+    "items",
+    "packed",
+]
 
 T = torch.Tensor
 
@@ -44,7 +51,7 @@ def items(inputs: Any, i: int) -> Any:
 
 
 def _are_samples(inputs: Any) -> bool:
-    """True for ``*args``, each a sample."""
+    """Returns True for ``*args`` of which each argument is one sample."""
     if isinstance(inputs, dict):
         return False
     return not any(isinstance(x, (list, tuple, dict)) for x in inputs)
@@ -117,9 +124,9 @@ bags.size = _size_of_bags  # type: ignore[attr-defined]
 def graphs(inputs: Any, i: int) -> Any:
     """
     Takes graph ``i`` of ``(x [N, ...], edge_index [2, E], batch [N])``, or of these by
-    keyword, as PyTorch Geometric has them: ``batch`` is the graph of each node. Of
-    other tensors ``[N, ...]``, ``[E, ...]`` and ``[B, ...]`` it takes the rows of the
-    graph's nodes, of its edges, and its own.
+    keyword, as PyTorch Geometric has them: ``batch`` is the graph of each node. From
+    other tensors it takes the rows of the graph's nodes (``[N, ...]``), of its edges
+    (``[E, ...]``), or the row of the graph itself (``[B, ...]``).
 
     Example:
         >>> x, batch = torch.arange(3.0)[:, None], torch.tensor([0, 1, 1])
@@ -194,7 +201,7 @@ graphs.size = _size_of_graphs  # type: ignore[attr-defined]
 def packed(inputs: Any, i: int) -> Any:
     """
     Takes sequence ``i`` of packed sequences. Tensors ``[layers, B, width]`` beside them
-    are recurrent states, cut in dim 1; others ``[B, ...]`` are cut in dim 0.
+    are recurrent states and cut in dim 1. Other tensors ``[B, ...]`` are cut in dim 0.
 
     Example:
         >>> from torch.nn.utils.rnn import pack_sequence

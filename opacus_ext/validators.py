@@ -84,7 +84,7 @@ def _error(name: str, layer: nn.Module) -> Optional[UnsupportedModuleError]:
 
 
 def _fixed(layer: nn.Module, **kwargs: Any) -> nn.Module:
-    """Returns what takes the place of a layer, or the layer."""
+    """Returns the replacement of a layer, or the layer itself."""
     fix = _of_user(layer, ModuleValidator.FIXERS)
     if fix is not None:
         like = next(layer.parameters(), None)

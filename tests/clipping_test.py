@@ -147,7 +147,7 @@ def _state(model):
         ("per_layer", 1.0, "per_layer"),
         ("flat", [1.0] * 8, "flat|max_grad_norm"),
         ("automatic", [1.0] * 8, "automatic|max_grad_norm"),
-        ("normalised", [1.0] * 8, "normalised|max_grad_norm"),
+        ("normalized", [1.0] * 8, "normalized|max_grad_norm"),
     ],
 )
 def test_refused_before_anything_is_changed(mode, wrap, clipping, bound, words):

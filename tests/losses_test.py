@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import opacus_ext
-from opacus_ext.losses import PerRecord, PerSample, cross_entropy, model_losses
+from opacus_ext.losses import PerSample, RecordModel, cross_entropy, model_losses
 from tests.common import (
     MODES,
     assert_same,
@@ -519,17 +519,17 @@ class TestPerRecord:
     @pytest.mark.parametrize("shape", [(3, 2, 6), (4, 4, 4), (1, 3, 5)])
     def test_every_mode(self, build, mode, shape):
         torch.manual_seed(1)
-        model, batch = PerRecord(build()), tokens(*shape)
+        model, batch = RecordModel(build()), tokens(*shape)
         batch["labels"][-1, -1] = -100  # an empty sequence
         wrap, tolerance = shape[0] != 3, 1e-8 if build is bert else 1e-6  # float32
         check(mode, wrap, model, batch, model_losses, tolerance=tolerance)
 
     def test_padding_adds_nothing(self):
         """Sequences without labels, and an attention mask of ones."""
-        logits = PerRecord(gpt2())(**tokens(2, 3, 6, labels=False)).logits
+        logits = RecordModel(gpt2())(**tokens(2, 3, 6, labels=False)).logits
         assert logits.shape == (2, 3, 6, V)
         torch.manual_seed(1)
-        model, batch = PerRecord(gpt2()), tokens(3, 2, 6)
+        model, batch = RecordModel(gpt2()), tokens(3, 2, 6)
         batch["attention_mask"] = torch.ones(3, 2, 6).long()
         losses = model_losses(model, batch)
         fill = {"input_ids": 0, "labels": -100, "attention_mask": 1}
@@ -545,7 +545,7 @@ class TestPerRecord:
         rows = {n: x.flatten(0, 1) for n, x in batch.items()}
         counts = (batch["labels"][..., 1:] != -100).sum(2)
         sums = (model_losses(model, rows).view(2, 3) * counts).sum(1)
-        got = model_losses(PerRecord(model), batch)
+        got = model_losses(RecordModel(model), batch)
         assert torch.allclose(got, sums / counts.sum(1))
 
     @layer_modes
@@ -553,7 +553,7 @@ class TestPerRecord:
     def test_a_model_with_parameters_of_its_own(self, mode, shape):
         torch.manual_seed(0)
         batch = {"input_ids": torch.randint(V, shape)}
-        check(mode, True, PerRecord(ClassToken()).double(), batch, square_loss)
+        check(mode, True, RecordModel(ClassToken()).double(), batch, square_loss)
 
     @pytest.mark.parametrize("mode", [*MODES, "scan", "auto"])
     def test_views_of_images(self, mode):
@@ -568,7 +568,7 @@ class TestPerRecord:
             before = copy.deepcopy(clean.state_dict())
             expected = clipped_sum(oracle(clean, (x, y), loss_of_views), "flat", 0.2)
             private = private or make_private(
-                PerRecord(model), mode, batch_size=2, max_grad_norm=0.2
+                RecordModel(model), mode, batch_size=2, max_grad_norm=0.2
             )
 
             def loss(model, batch):
@@ -581,7 +581,7 @@ class TestPerRecord:
             assert_same(got, expected, message=f"{size}")
 
     def test_refused(self):
-        model = PerRecord(gpt2())
+        model = RecordModel(gpt2())
         with pytest.raises(ValueError, match=r"\[R, S, ...\].*labels \(2,\)"):
             model(**dict(tokens(2, 3, 6), labels=torch.ones(2)))
         with pytest.raises(ValueError, match="got none"):

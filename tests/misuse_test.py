@@ -169,7 +169,10 @@ ARGUMENTS = {
         "reduction='sum', and make_private loss_reduction='mean'",
     ),
     "LBFGS": ({"sgd": torch.optim.LBFGS}, "LBFGS.*several times.*one grad"),
-    "DataParallel": ({"module": nn.DataParallel(net())}, "DataParallel.*one process for each"),
+    "DataParallel": (
+        {"module": nn.DataParallel(net())},
+        "DataParallel.*one process for each",
+    ),
     "layer replaced": (replaced(), "different than optimizer Parameters"),
     "frozen": ({"module": net().requires_grad_(False)}, "no trainable parameter"),
     "evaluation mode": ({"module": net().eval()}, "training mode"),
@@ -333,7 +336,7 @@ LOOPS = {
         loop("backward", clip_grad_norm, "step"),
         "clip_grad_norm_",
     ),
-    "views": ("ghost_bk", lambda s: views(s, s.loader), "K views.*PerRecord"),
+    "views": ("ghost_bk", lambda s: views(s, s.loader), "K views.*RecordModel"),
     "two": ("ghost_bk", loop("backward", "backward", "step"), "BatchMemoryManager"),
     "two, h": ("hooks", loop("backward", "backward", "step"), "second time.*accumula"),
     "two losses, h": ("hooks", loop("backward", "backward"), "backward.. on their sum"),
@@ -401,7 +404,7 @@ WARNED = {
         in_loop("ghost_bk", loop(*["zero_grad", divided, "step"] * 2)),
         "divided by 4",
     ),
-    "views": (in_loop("ghost_bk", views), "samples, where 8 records.*PerRecord"),
+    "views": (in_loop("ghost_bk", views), "samples, where 8 records.*RecordModel"),
     "raw loader": (in_loop("ghost_bk", loop("whole", "whole")), "use another one"),
 }
 

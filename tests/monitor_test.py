@@ -53,7 +53,7 @@ def bins_of(norms, bound):
     return torch.bincount(found, minlength=len(edges) + 1)
 
 
-@pytest.mark.parametrize("clipping", ["flat", "automatic", "normalised", "per_layer"])
+@pytest.mark.parametrize("clipping", ["flat", "automatic", "normalized", "per_layer"])
 @pytest.mark.parametrize("mode", [*MODES, "compiled"])
 def test_histogram_without_noise(mode, clipping):
     """With noise multiplier 0 what is released is what the bins hold."""
@@ -98,14 +98,14 @@ def watched(noise_multiplier, size=8, share=0.01):
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("clipping", ["flat", "normalised"])
+@pytest.mark.parametrize("clipping", ["flat", "normalized"])
 def test_joint_noise(mode, clipping):
     """Noise of gradients and of bins, each over its sensitivity, make the accounted."""
     s, share = 3.0, 0.3
     private = linear(s, mode=mode, clipping=clipping)
     optimizer = private.optimizer
     monitor = Monitor(private.engine, optimizer, share=share)
-    sensitivity = 1.0 if clipping == "normalised" else 2.0
+    sensitivity = 1.0 if clipping == "normalized" else 2.0
     x, grads, bins, before = torch.zeros(8, 50), [], [], torch.zeros(14).double()
     for _ in range(120):  # the gradient of a loss that is constant is noise alone
         optimizer.zero_grad()

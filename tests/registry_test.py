@@ -154,8 +154,8 @@ def test_unregistered(unregistered, wrap):
     with pytest.raises(ValueError, match="ghost_bk"):
         _make_private("ghost_bk", wrap_model=wrap)
     # Not "automatic", which Opacus has with upstream/03-clipping-functions.patch.
-    with pytest.raises(ValueError, match="normalised"):
-        _make_private("hooks", clipping="normalised", wrap_model=wrap)
+    with pytest.raises(ValueError, match="normalized"):
+        _make_private("hooks", clipping="normalized", wrap_model=wrap)
     handle, optimizer, _ = _make_private("hooks", wrap_model=wrap)
     assert type(handle) is (GradSampleModule if wrap else GradSampleHooks)
 

@@ -31,7 +31,12 @@ from opacus_ext.optimizers import Banded
 from opacus_ext.re_attention.effective import token_shares
 from opacus_ext.refused import Refused
 from opacus_ext.releases import release_popularity
-from opacus_ext.secure import SecureSource, gaussian_grid, release, rounded_normals
+from opacus_ext.secure import (
+    SecureSource,
+    add_rounded_noise,
+    gaussian_grid,
+    rounded_normals,
+)
 
 from .common import clipped_sum, oracle
 
@@ -132,7 +137,7 @@ def test_the_tail_has_no_end(monkeypatch):
 def test_what_is_released_is_on_the_grid(dtype):
     total = torch.randn(50, 20).to(dtype)
     std, grid = gaussian_grid(0.7, 3.0, total.numel())
-    released = release(total, std, grid)
+    released = add_rounded_noise(total, std, grid)
     assert released.dtype == dtype and released.shape == total.shape
     assert on_grid(released, grid) and not on_grid(total.double() / 3, grid)
 
@@ -144,24 +149,26 @@ def test_noise_of_the_rounded_sum_is_rounded_noise_of_the_sum(monkeypatch):
     assert std >= 1.7 * (0.9 + grid * math.sqrt(1000)) > 1.7 * 0.9
     total = torch.randn(1000).double()
     known_bits(monkeypatch)
-    released = release(total, std, grid)
+    released = add_rounded_noise(total, std, grid)
     known_bits(monkeypatch)
     noise = rounded_normals(std / grid, 1000).double()
     assert torch.equal(released, (total / grid).round() * grid + noise * grid)
 
 
 def test_no_sum_is_out_of_range():
-    found = release(torch.tensor([math.inf, -math.inf, 1e300]).double(), 1.0, 2.0**-30)
+    found = add_rounded_noise(
+        torch.tensor([math.inf, -math.inf, 1e300]).double(), 1.0, 2.0**-30
+    )
     assert torch.allclose(found.abs(), torch.tensor(2.0**31).double())
     with pytest.raises(Refused, match="not a number"):
-        release(torch.tensor([math.nan]), 1.0, 2.0**-30)
+        add_rounded_noise(torch.tensor([math.nan]), 1.0, 2.0**-30)
 
 
 @pytest.mark.gpu
 def test_on_a_gpu():
     total = torch.randn(1000, device="cuda")
     std, grid = gaussian_grid(1.0, 1.0, 1000)
-    released = release(total, std, grid)
+    released = add_rounded_noise(total, std, grid)
     assert released.is_cuda and on_grid(released, grid)
     assert 0.8 < float((released - total).std()) < 1.2
 

@@ -22,8 +22,7 @@ from transformers import default_data_collator as collate
 from opacus_ext.data.collators import RecordCollator
 from opacus_ext.data.logical import derive_seed
 from opacus_ext.grad_sample.adapter.model import PrivateModel
-from opacus_ext.losses import PerRecord, cross_entropy
-from opacus_ext.private_training import PrivateTraining
+from opacus_ext.losses import RecordModel, cross_entropy
 from opacus_ext.refused import Refused
 from opacus_ext.trainer import PRIVACY_STATE, PrivacyArguments, PrivateTrainer
 
@@ -122,7 +121,7 @@ RUNS = {
     "smoothed": (gpt2, {"label_smoothing_factor": 0.2}),
     "function": (gpt2, {"compute_loss_func": summed}),
     "method": (gpt2, {"cls": Doubled}),
-    "people": (lambda: PerRecord(gpt2()), PEOPLE),
+    "people": (lambda: RecordModel(gpt2()), PEOPLE),
     "classes": (
         bert,
         {"data": sentences(labels=1), **padded("DataCollatorWithPadding")},
@@ -137,7 +136,7 @@ COMPILED["data"] = [{**x, "attention_mask": torch.ones(T).long()} for x in texts
 RUNS["compiled"] = gpt2, COMPILED
 RUNS["compiled function"] = gpt2, {"compute_loss_func": summed, **COMPILED}
 RUNS["compiled method"] = gpt2, {"cls": Doubled, "bf16": True, **COMPILED}
-RUNS["compiled people"] = lambda: PerRecord(gpt2()), {**COMPILED, **PEOPLE}
+RUNS["compiled people"] = lambda: RecordModel(gpt2()), {**COMPILED, **PEOPLE}
 EVERY = ("hooks", "ghost", "ghost_bk", "scan", "auto")
 
 
@@ -464,13 +463,13 @@ def test_a_checkpoint_that_was_not_finished(checkpoint, tmp_path, monkeypatch):
 
 SAVED = {
     "gpt2": (gpt2, lambda run: run.model, {}),
-    "people": (lambda: PerRecord(gpt2()), lambda run: run.model.model, PEOPLE),
+    "people": (lambda: RecordModel(gpt2()), lambda run: run.model.model, PEOPLE),
 }
 
 
 @pytest.mark.parametrize("name", SAVED)
 def test_what_is_saved_is_an_ordinary_model(name, tmp_path):
-    """Without PerRecord, without hooks, and with its epsilon nowhere beside it."""
+    """Without RecordModel, without hooks, and with its epsilon nowhere beside it."""
     build, inner, given = SAVED[name]
     given = {**given, **SAVING, "eval_strategy": "steps", "eval_steps": 2}
     given |= {"load_best_model_at_end": True}
@@ -524,12 +523,3 @@ def test_an_error_in_a_step_leaves_no_trace(mode, tmp_path):
     assert not any(hasattr(p, "summed_grad") for p in run.model.parameters())
     run.train()
     assert history(run) == [(1.0, 6 / N, steps + 4)]
-
-
-def test_settings_of_earlier_versions_are_no_other_run():
-    training = PrivateTraining("prv", 1e-5, None, 1.0)
-    old = {"records": 5, "poisson_sampling": True, "max_batch_size": None}
-    training.refuse_others({"config": old}, {"records": 5}, "path", "name")
-    old["max_batch_size"] = 9
-    with pytest.raises(Refused, match="max_batch_size: 9 there"):
-        training.refuse_others({"config": old}, {"records": 5}, "path", "name")

@@ -62,8 +62,8 @@ ROWS = (
     "engine statement checkpoints runs",
     "registry",
     "checks",
-    "opacus_ext",
     "private_training trainer lightning audit transformers",
+    "opacus_ext",
     "planner",
     "__main__",
 )

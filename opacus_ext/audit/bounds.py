@@ -104,6 +104,17 @@ def epsilon_one_run(
     """
     The greatest epsilon at ``delta`` that :func:`f_dp_p_value` refutes, to 1e-3; 0 if
     it refutes none. It holds for any mechanism.
+
+    Args:
+        canaries: number of fair coins
+        guesses: number of coins that were guessed
+        correct: number of right guesses
+        delta: of the claim
+        confidence: of the bound
+
+    Example:
+        >>> epsilon_one_run(canaries=1000, guesses=200, correct=190, delta=1e-5) > 1.5
+        True
     """
 
     def excess(epsilon: float) -> float:

@@ -31,9 +31,10 @@ def audit_scores(
     each canary decided if it was in the data. The claim must be about data sets of
     which one has one record more.
 
-    A fifth of the coins are guessed. The number of right guesses is tested by
-    :func:`~opacus_ext.audit.bounds.f_dp_p_value`, and it bounds epsilon from below;
-    each of the two has half the error rate.
+    The auditor guesses for the 20 % of canaries of which it is most confident.
+    :func:`~opacus_ext.audit.bounds.f_dp_p_value` tests the number of right guesses,
+    which also gives a lower bound of epsilon. The test and the bound have half the
+    error rate each.
 
     Args:
         scores: one for each canary ``[m]``, higher if it looks like a member

@@ -1,4 +1,4 @@
-"""Data sets for private training, and ways to draw batches from them."""
+"""Data sets for private training, and samplings that draw batches from them."""
 
 from opacus_ext.data.collators import RecordCollator
 from opacus_ext.data.sampling import CyclicPoisson, Poisson, Sampling

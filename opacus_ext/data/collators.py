@@ -1,4 +1,4 @@
-"""Collators that keep one record one sample."""
+"""Collators of records that consist of several sequences."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ Sequences = Union[Sequence[Mapping[str, Any]], Mapping[str, Sequence[Any]]]
 class RecordCollator:
     """
     Collates records of several sequences, for a model in
-    :class:`~opacus_ext.losses.PerRecord`.
+    :class:`~opacus_ext.losses.RecordModel`.
 
-    A record is a list of sequences, each a dict; or one dict of lists, as a row of
-    ``datasets.Dataset`` is. Shorter records are padded by copies of their first
+    A record is a list of sequences, each of which is a dict, or one dict of lists, like
+    a row of ``datasets.Dataset``. Shorter records are padded by copies of their first
     sequence, without labels.
 
     Args:

@@ -1,6 +1,6 @@
 """
-Data sets in which one record stands under several numbers: it is drawn as several, and
-moves a step by more than the bound.
+Data sets in which one record has several numbers. Such a record is drawn several times,
+and moves a step by more than the bound.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ class Copies(NamedTuple):
 
 def refuse_copies(dataset: Any, parameter: str = "data_loader") -> None:
     """
-    Refuses a data set in which one record is known to stand under several numbers, by
-    parts of it (``Subset``, ``ConcatDataset``, ``Dataset.select``, wrappers with a
-    ``dataset`` of the same length) or because two items are one object or memory.
-    Copies of values are not looked for.
+    Refuses a data set in which one record is known to have several numbers: by the
+    parts of the data set (``Subset``, ``ConcatDataset``, ``Dataset.select``, wrappers
+    with a ``dataset`` of the same length), or because two items are one object or share
+    memory. Records with equal values are not looked for.
     """
     copies = find_copies(dataset)
     if copies is not None:
@@ -59,7 +59,7 @@ def find_copies(dataset: Any, owners: Any = None) -> Optional[Copies]:
 
 
 def _find(places: np.ndarray, owners: Any) -> Optional[Copies]:
-    if bool((np.diff(places[:, 0]) > 0).all()):  # as nearly always
+    if bool((np.diff(places[:, 0]) > 0).all()):  # nearly always
         return None
     order = np.lexsort(places.T)
     ordered = places[order]

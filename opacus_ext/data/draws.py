@@ -148,7 +148,7 @@ class Splits(_SharedOut, BatchSplittingSampler):
 
     @property
     def place(self) -> Optional[Tuple[int, int]]:
-        """Returns that of the sampler whose batches are split."""
+        """Returns the ``place`` of the sampler whose batches are split."""
         return getattr(self.sampler, "place", None)
 
     def __iter__(self) -> Iterator[List[int]]:
@@ -180,7 +180,9 @@ class Splits(_SharedOut, BatchSplittingSampler):
 
 
 def count_records(dataset: Dataset) -> int:
-    """Returns the length of a data set; refuses one whose records have no numbers."""
+    """
+    Returns the length of a data set. Refuses data sets whose records have no number.
+    """
     if isinstance(dataset, IterableDataset):
         raise Refused(
             "The data set is an IterableDataset: its records can't be drawn.",

@@ -1,6 +1,7 @@
 """
-Logical batches as a fixed number of items a step (``gradient_accumulation_steps`` of
-transformers), each a list of physical batches.
+Logical batches for loops that take a fixed number of items per step
+(``gradient_accumulation_steps`` of transformers). Each item is a list of physical
+batches.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ from opacus_ext.data.draws import loader_like
 
 class PhysicalBatch(NamedTuple):
     """
-    The records of a logical batch that run together: their number, what the collator
-    made of them (without records of one that is not drawn, or None), the number of the
-    logical batch, its number of records in all processes, and the number of this part
-    of it.
+    The records of a logical batch that run together: how many they are, what the
+    collator made of them, the number of the logical batch, its size in all processes,
+    and the number of this part. An empty batch has the inputs of a record that is not
+    drawn, or None.
     """
 
     records: int
@@ -45,9 +46,9 @@ class LogicalBatches(Sampler):
     """
     Splits the logical batches that another sampler draws.
 
-    They are numbered over all epochs, and a draw depends on the seed and its number
-    alone. So none is drawn twice, even where an epoch is left early, and a run that was
-    stopped goes on with the batches that it would have had.
+    The batches are numbered over all epochs, and a draw depends on nothing but the seed
+    and its number. So no batch is drawn twice, even if an epoch ends early, and a run
+    that was stopped goes on with the batches that it would have had.
 
     Args:
         draws: gives the record numbers of each logical batch
@@ -56,11 +57,11 @@ class LogicalBatches(Sampler):
         items: number of items of a logical batch, each of one physical batch. If there
             are more batches, the first item has the rest; if fewer, the first are empty
         seed: of all draws
-        start: gives the number of the next draw that training takes, when an iteration
-            begins. So draws that an earlier iteration has made ahead, and training has
-            not taken, are made again
-        process: number of this process and of all: each has its share of a batch, in
-            as many physical batches as the others
+        start: returns the number of the next draw that training takes. It is called
+            when an iteration begins, so that draws that an earlier iteration made
+            ahead, and training has not taken, are made again
+        process: number of this process, and of all processes. Each has its share of a
+            batch, and all have the same number of physical batches
     """
 
     def __init__(

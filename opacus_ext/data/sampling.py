@@ -1,4 +1,4 @@
-"""Ways to draw the batch of a step: ``make_private(..., sampling=...)``."""
+"""How the batch of a step is drawn: ``make_private(..., sampling=...)``."""
 
 from __future__ import annotations
 
@@ -18,16 +18,21 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, kw_only=True)
 class Poisson:
     """
-    Each record is drawn with the same probability, independently of others.
+    Each record is drawn with the same probability, independently of other records.
 
-    Opacus's own sampling is this at rates 1 / k, where the loader has k batches. Every
-    accountant knows it.
+    Opacus's own sampling is the same with a rate of 1 / k, if the loader has k batches.
+    Every accountant supports it.
 
     Args:
         steps: length of an epoch; by default one over the sampling rate, rounded
         expected_batch_size: records of a batch on average, any number up to all; it
             divides the sum of clipped gradients
         sample_rate: instead, the probability that a record is drawn
+
+    Example:
+        >>> sampling = Poisson(expected_batch_size=50, steps=10)
+        >>> sampling.rate(records=1000), sampling.steps_per_epoch(records=1000)
+        (0.05, 10)
     """
 
     steps: Optional[int] = None
@@ -55,7 +60,7 @@ class Poisson:
         return round(size) if abs(size - round(size)) < 1e-9 * size else size
 
     def check(self, records: int) -> None:
-        """Refuses sizes that can't be."""
+        """Refuses impossible sizes."""
         if self.steps is not None and (self.steps != int(self.steps) or self.steps < 1):
             raise Refused(
                 f"steps={self.steps} of an epoch is not a whole number above zero.",
@@ -143,7 +148,7 @@ class Poisson:
         return loader_like(stock, stock.dataset, draws, collate, stock.generator)
 
 
-#: The type of all ways to draw.
+#: The type of all samplings.
 Sampling = Poisson
 
 
@@ -186,11 +191,17 @@ class CyclicPoisson(Poisson):
     To remove a record means that its gradients are left out and all others stay in
     their parts. A data set without it, numbered anew, has other parts. Each batch of
     the loader must be one step. ``make_private(noise=...)`` makes one, of ``bands=b``.
+
+    Example:
+        >>> sampling = CyclicPoisson(expected_batch_size=2, bands=2)
+        >>> sampling.draw(4, None, step=0).tolist()  # 2 of 4 records, from one half
+        [0, 2]
     """
 
     bands: int
 
     def check(self, records: int) -> None:
+        """Refuses impossible sizes of batches or parts."""
         super().check(records)
         if self.bands != int(self.bands) or not 1 <= self.bands <= records:
             raise Refused(
@@ -208,6 +219,7 @@ class CyclicPoisson(Poisson):
             )
 
     def draw(self, records: int, generator: Any, step: int = 0) -> torch.Tensor:
+        """Returns the record numbers of batch ``step``, all of them in one part."""
         import torch
 
         part = torch.arange(step % self.bands, records, self.bands)
@@ -216,6 +228,7 @@ class CyclicPoisson(Poisson):
     def account(
         self, accountant: Any, records: int, noise_multiplier: float, steps: int = 1
     ) -> None:
+        """Records steps: each round of ``bands`` steps is one at a larger rate."""
         rate, rounds = self.bands * self.rate(records), -(-steps // self.bands)
         _account(accountant, noise_multiplier, rate, rounds)
 
@@ -234,4 +247,5 @@ class CyclicPoisson(Poisson):
             noise.counted = begun
 
     def describe(self, records: int) -> Dict[str, Any]:
+        """Returns plain numbers and names for the privacy statement."""
         return {**super().describe(records), "scheme": "cyclic_poisson"}

@@ -17,11 +17,11 @@ from opacus_ext.refused import Refused
 
 class UserRecords(Dataset):
     """
-    A data set with one item a user: some of the user's records, drawn anew each time.
+    A data set with one item per user: some of the user's records, drawn anew each time.
 
-    Private training on it is private by user: a step draws users and clips one gradient
-    a user, however many records the user has. Records are drawn by torch's default
-    generator, as random transforms are; PrivateTrainer and PrivacyCallback seed it, so
+    With it the unit of privacy is a user: a step draws users, and clips one gradient
+    per user, however many records the user has. Records are drawn by torch's default
+    generator, like random transforms. PrivateTrainer and PrivacyCallback seed it, so
     that a run that goes on draws what it would have drawn.
 
     Copies of a record (a ``Subset`` with an index twice, say) belong to one user, and
@@ -35,7 +35,7 @@ class UserRecords(Dataset):
         records_per_step: number of records drawn of a user, without replacement. With
             1 an item is a record. With more, or None for all of them, it is a list of
             records, for :class:`~opacus_ext.data.collators.RecordCollator` and a model
-            in :class:`~opacus_ext.losses.PerRecord`
+            in :class:`~opacus_ext.losses.RecordModel`
 
     Attributes:
         users: the users of the items, in order of first appearance; numbers are ints,
@@ -43,8 +43,9 @@ class UserRecords(Dataset):
         indices: the number of each user's first record
 
     Raises:
-        Refused: if there are no records, or not one user a record, or a user is no such
-            value, or two users have one record or the same name as another type
+        Refused: if there are no records, if not each record has one user, if a user is
+            another kind of value, or if two users have the same record, or differ in
+            nothing but their type (7 and "7")
 
     Example:
         >>> texts = [{"text": "a", "by": 7}, {"text": "b", "by": 9},
@@ -143,7 +144,7 @@ def _user_in(record: Any, key: str, number: int) -> Any:
 
 
 def _text(user: Hashable) -> Hashable:
-    """Returns a user as text, to which types are all the same."""
+    """Returns a user as text, which is equal for 7, "7" and b"7"."""
     if isinstance(user, tuple):
         return tuple(map(_text, user))
     return user.decode(errors="replace") if isinstance(user, bytes) else str(user)
@@ -151,8 +152,8 @@ def _text(user: Hashable) -> Hashable:
 
 def _plain(user: Any, record: int) -> Hashable:
     """
-    Returns a user as an int, a string, bytes or a tuple: two records of one user must
-    have equal ones, and tensors, for example, are equal to themselves alone.
+    Returns a user as an int, a string, bytes or a tuple. Two records of one user must
+    have equal users, and two tensors, for example, never are.
     """
     if type(user) in (int, str):
         return user

@@ -1,4 +1,4 @@
-"""Modules for people who build models: they train in every mode."""
+"""Layers to build models with, which train in every mode."""
 
 from opacus_ext.layers.moe import (
     Experts,

@@ -1,9 +1,9 @@
 """Mixtures of experts in which each sample is computed by itself.
 
-What a sample does to another one is what makes a mixture of experts hard to train
-privately: a capacity counted over the batch drops one sample's tokens because of
-another's, and a balancing loss over the batch mixes all of them. Here capacity is
-counted in each sequence, and the balancing loss is a sum of one term a sample.
+A mixture of experts is hard to train privately if its samples affect each other. A
+capacity that is counted over the batch drops tokens of one sample because of the tokens
+of another, and a balancing loss over the batch mixes all samples. Here capacity is
+counted in each sequence, and the balancing loss is a sum of one term per sample.
 """
 
 from __future__ import annotations
@@ -83,8 +83,8 @@ class Experts(nn.Module):
 def balancing_loss(probabilities: T, index: T, mask: T | None = None) -> T:
     """
     Measures how unevenly each sample uses the experts, from 1 to their number.
-    One term a sample, so that it can be added to the per-sample losses; the paper
-    leaves this open (DP mixture of experts, "Per-sample balancing loss").
+    There is one term per sample, so that it can be added to the per-sample losses. The
+    paper leaves this open (DP mixture of experts, "Per-sample balancing loss").
 
     Its formula is equation 1 of the paper over the tokens of one sample instead of the
     batch: ``N * sum_i f_i * P_i`` with ``f_i`` the share of tokens sent to expert i and
@@ -117,9 +117,9 @@ def balancing_loss(probabilities: T, index: T, mask: T | None = None) -> T:
 def load_entropy(index: T, num_experts: int) -> T:
     """
     Entropy, in nats, of the share of tokens that each expert gets: ``log(num_experts)``
-    if evenly, 0 if one expert gets all of them, so a collapse shows as a fall. It is a
-    statistic over all samples: look at it, but train on :func:`balancing_loss`. Of
-    private data it is itself private.
+    if all experts get the same number of tokens, 0 if one expert gets all of them. So
+    it falls when routing collapses. It is a statistic over all samples, and private if
+    the data are: look at it, but train on :func:`balancing_loss`.
 
     Args:
         index: chosen experts, of any shape, as in ``chosen`` of a layer;
@@ -147,9 +147,9 @@ class _FeedForward(nn.Module):
 
     After each call ``balancing`` holds :func:`balancing_loss` ``[B]`` of that call, and
     ``chosen`` the experts that the router chose, ``[B, T, choices]``, before a capacity
-    drops tokens; the number of experts stands for none. They are for the forward of the
-    model around it, which returns what of them is wanted: in private training they are
-    gone behind it. Copies and files leave both out.
+    drops tokens; an index equal to the number of experts means no expert. They are
+    meant for the forward of the surrounding model, which may return them. In private
+    training they are None after that forward. Copies and files leave both out.
     """
 
     # Attributes that a forward sets for what is around it, and that it never reads.
@@ -253,7 +253,7 @@ class TopKFeedForward(_FeedForward):
         width: features of a token
         hidden: features inside an expert
         num_experts: number of experts
-        top_k: experts a token
+        top_k: number of experts for each token
 
     Raises:
         Refused: if top_k is out of range
@@ -276,8 +276,8 @@ class TopKFeedForward(_FeedForward):
 
 def freeze_routers(model: nn.Module) -> List[str]:
     """
-    Freezes what chooses the experts, wherever it stands beside experts: children named
-    "router" or "gate". The paper's other way to keep experts from collapsing.
+    Freezes the routers, which are children named "router" or "gate" beside experts.
+    This is the paper's other method to keep experts from collapsing.
 
     Returns:
         The names of the parameters that were frozen.

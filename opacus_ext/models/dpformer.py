@@ -1,4 +1,4 @@
-"""Models of item sequences: DPFormer, and the recurrent ones it is compared with."""
+"""Models of item sequences: DPFormer, and recurrent models to compare it with."""
 
 import math
 from typing import Optional, Union
@@ -29,6 +29,7 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Returns hidden states ``[B, T, width]`` of those of the block before."""
         x = self.norm1(x + self.dropout(self.attention(x)))
         return self.norm2(x + self.dropout(self.contract(F.relu(self.expand(x)))))
 
@@ -86,11 +87,11 @@ class NextItemModel(nn.Module):
 
     def set_prior(self, prior: Union[torch.Tensor, nn.Module]) -> None:
         """
-        Sets logits to which those of the model are added.
+        Sets logits that are added to those of the model.
 
-        What is public, or was released once, need not be learned from noisy gradients.
-        A model that starts from equal chances mostly learns how popular items are, and
-        clipping lets that take the place of everything else.
+        The model need not learn from noisy gradients what is public or was released
+        once. Without a prior its clipped gradients are mostly about how popular items
+        are, and little of anything else is learned.
 
         Args:
             prior: p_i of the items, ``[num_items + 1]``, of which log p_i is taken
@@ -198,6 +199,12 @@ class DPFormer(NextItemModel):
         nn.init.normal_(self.position.weight, std=0.02)
 
     def encode(self, ids: torch.Tensor) -> torch.Tensor:
+        """
+        Returns hidden states ``[B, T, width]`` of embedding rows ``[B, T]``.
+
+        Raises:
+            Refused: if a sequence is longer than ``max_len``
+        """
         batch, length = ids.shape
         if length > self.position.num_embeddings:
             raise Refused(
@@ -219,6 +226,13 @@ class RecurrentModel(NextItemModel):
     """
     Predicts the next item with a GRU or an LSTM (``cell``), the paper's baselines.
     Other arguments are those of :class:`DPFormer`.
+
+    Raises:
+        Refused: for another ``cell``
+
+    Example:
+        >>> RecurrentModel(num_items=9, width=4)(torch.tensor([[3, 5, 0]])).shape
+        torch.Size([1, 3, 10])
     """
 
     def __init__(
@@ -247,6 +261,7 @@ class RecurrentModel(NextItemModel):
         self.norm = nn.LayerNorm(width)
 
     def encode(self, ids: torch.Tensor) -> torch.Tensor:
+        """Returns hidden states ``[B, T, width]`` of embedding rows ``[B, T]``."""
         scale = math.sqrt(self.embedding.embedding_dim)
         x = self.dropout(self.embedding(ids) * scale)
         return self.norm(self.dropout(self.layers(x)[0]))

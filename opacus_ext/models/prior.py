@@ -1,4 +1,4 @@
-"""A prior of the next item by two releases: no weights to train, or a handful."""
+"""A prior of the next item, made of two releases, with few or no weights to train."""
 
 from __future__ import annotations
 
@@ -145,11 +145,11 @@ class TransitionPrior(nn.Module):
 
 def leave_out(scores: Tensor, ids: Tensor) -> Tensor:
     """
-    Returns scores with -inf at the items that a user has already, which come last then.
+    Returns scores that are -inf for the items that a user has already.
 
-    For data in which nobody has an item twice, as in ratings. That must be known from
-    outside of the records: whether it is so in these records is private. The items are
-    those of the user who is scored, so that this is post-processing.
+    Use it for data in which nobody has an item twice, such as ratings. You must know
+    that without looking at the records, since what they say about it is private. The
+    items belong to the user who is scored, so that this is post-processing.
 
     Args:
         scores: ``[B, num_items + 1]``

@@ -1,4 +1,4 @@
-"""Clipping functions, and optimizers whose noise matches their sensitivity."""
+"""Optimizers whose noise matches the sensitivity of clipping; correlated noise."""
 
 from opacus_ext.optimizers.banded import Banded
 

@@ -186,9 +186,9 @@ def error(c: Tuple[float, ...], steps: int, momentum: float = 0.0) -> float:
 @dataclass(frozen=True)
 class Banded:
     """
-    Correlated noise for ``make_private(noise=...)``: that of each step takes back some
-    of that of the ``bands - 1`` steps before. Batches are drawn by
-    :class:`opacus_ext.data.CyclicPoisson`. :func:`choose_bands` finds the best.
+    Correlated noise for ``make_private(noise=...)``: the noise of each step takes back
+    some of the noise of the ``bands - 1`` steps before. Batches are drawn by
+    :class:`opacus_ext.data.CyclicPoisson`. :func:`choose_bands` finds the best number.
 
     Args:
         bands: b; the more, the less noise is left in the weights, but each record is
@@ -196,7 +196,14 @@ class Banded:
             b - 1 times the model's size
         steps: of the run
         momentum: of SGD, or the first of Adam's betas: the noise is chosen to leave
-            the least in weights that such steps have moved. Any is as private
+            the least in weights that such steps have moved. Privacy does not depend
+            on it
+
+    Example:
+        >>> noise = Banded(bands=4, steps=1000)
+        >>> alone = error(coefficients(1, 1000), 1000)
+        >>> f"{error(coefficients(noise.bands, noise.steps), 1000) / alone:.2f}"
+        '0.51'
     """
 
     bands: int

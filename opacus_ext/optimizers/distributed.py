@@ -30,9 +30,9 @@ else:
 class _Distributed(Base):
     """
     Sums the gradients of processes that have samples of their own. The noise of a
-    parameter is added once: by process 0 if all have the parameter, else (experts that
-    are spread, shards of FSDP2) by the process that has the share, from a seed that
-    process 0 draws in each step.
+    parameter is added once. If all processes have the parameter, process 0 adds it. For
+    experts that are spread, and for shards of FSDP2, the process that has the share
+    adds it, from a seed that process 0 draws in each step.
     """
 
     drawn = 0  # batches that the loader was asked for so far
@@ -48,7 +48,10 @@ class _Distributed(Base):
         self._generators: Dict[Tuple[Any, ...], torch.Generator] = {}
 
     def tell(self, stage: str) -> None:
-        """Tells the others, when they meet next, at which stage this one has failed."""
+        """
+        Tells the other processes, when all meet next, at which stage this one has
+        failed.
+        """
         with suppress(ProcessFailure):
             self._refuse_differences(failed=1 + STAGES.index(stage))
 
@@ -152,8 +155,8 @@ class _Distributed(Base):
 
     def _share(self, p: Any) -> Sequence[Tuple[Any, int]]:
         """
-        Returns the place of this process's share: its coordinate in each dimension of
-        the mesh that cuts the parameter. Copies of a share have the same.
+        Returns the position of this process's share: its coordinate in each dimension
+        of the mesh that cuts the parameter. Copies of a share have the same position.
         """
         if group_of(p) is not None:
             return [("expert_parallel", self.rank)]

@@ -1,8 +1,8 @@
 """The draws of a loader, each of which one step may spend.
 
-A step is accounted for as one on records that were drawn for it. A draw that comes back
-(``itertools.cycle``, a list of batches, a seed in the loop) gains nothing from sampling
-any more, so that such a step counts as one on all records.
+A step is accounted for as a step on records that were drawn for it. If a draw comes
+back (``itertools.cycle``, a list of batches, a seed in the loop), sampling gains no
+privacy, so that the step is counted as one on all records.
 """
 
 from __future__ import annotations
@@ -38,8 +38,9 @@ _KEPT = 2**16  # draws of which the state of the generator is known
 
 class Spent(NamedTuple):
     """
-    How a step is accounted for that is not one on a new draw of its loader: as so many
-    steps at a rate; as usual, but without a guarantee, if the rate is None.
+    How a step is accounted for that is not taken on a new draw of its loader: as so
+    many steps at a rate. If the rate is None, it is counted as usual, but without a
+    guarantee.
     """
 
     rate: Optional[float]
@@ -83,7 +84,7 @@ class DrawCounter:
         self._asked = self._drawn = 0
 
     def ask(self) -> None:
-        """Called when the loader asks for a batch, also behind the last one."""
+        """Called when the loader asks for a batch, also after the last one."""
         self._asked += 1
 
     def draw(

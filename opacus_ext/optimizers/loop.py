@@ -44,9 +44,9 @@ from opacus_ext.views import view_of
 class CountingCollate:
     """
     A collate function that counts the drawn records for a private model, outside of
-    worker processes. It makes a batch without records, where Opacus's collate function
-    can't: if the first draw is empty, and of what is no tensor. The form of a batch is
-    that of record 0.
+    worker processes. It also makes batches without records that Opacus's collate
+    function can't make: if the first draw is empty, or if batches contain other things
+    than tensors. Their form is that of a batch of record 0.
 
     Args:
         collate: the loader's own collate function
@@ -92,7 +92,7 @@ class CountingCollate:
         return self._without_records(one, two)
 
     def _is_plain(self, batch: Any) -> bool:
-        """Returns True for what Opacus's collate function empties as it should."""
+        """Returns True for values that Opacus's collate function empties correctly."""
         if isinstance(batch, torch.Tensor):
             return batch.dim() > (not self.collate.batch_first)
         if type(batch) not in (dict, list, tuple):
@@ -101,7 +101,7 @@ class CountingCollate:
         return all(map(self._is_plain, parts))
 
     def _without_records(self, one: Any, two: Any) -> Any:
-        """Empties the batch of one record; that of two tells what there is of each."""
+        """Empties the batch of one record. Two records tell what there is for each."""
         rows = int(self.collate.rand_on_empty)
         if isinstance(one, torch.Tensor):
             if self._is_plain(one):
@@ -145,7 +145,9 @@ _VALUES = str, bytes, bool, int, float, complex, np.generic
 
 
 def _blank(value: Any) -> Any:
-    """Returns a value of the same type that tells nothing; None for an object."""
+    """
+    Returns an empty value of the same type, which reveals nothing; None for an object.
+    """
     kinds: Any = (type(value),) if isinstance(value, np.generic) else _VALUES
     return next((kind() for kind in kinds if isinstance(value, kind)), None)
 
@@ -261,14 +263,14 @@ def _is_shared_out(loader: DataLoader, batches: Any) -> bool:
 
 class LoopMonitor:
     """
-    Warns of loops that would void the guarantee, by numbers that the DP optimizer has
-    at hand.
+    Warns of loops that would void the guarantee. It uses only numbers that the DP
+    optimizer has anyway.
 
     Args:
         engine: the engine that has made the model private
         module: the model
         records: number of records in the data set
-        rate: probability of Poisson sampling; None if batches are drawn in another way
+        rate: probability of Poisson sampling; None for other samplings
     """
 
     def __init__(
@@ -295,7 +297,7 @@ class LoopMonitor:
         return hasattr(self.module(), "autograd_grad_sample_hooks")
 
     def check_step(self, optimizer: Any, norms: List[Optional[torch.Tensor]]) -> None:
-        """Looks at a logical batch, given the norms of its samples."""
+        """Checks a logical batch, given the norms of its samples."""
         module = self.module()
         if module is not None and not module.training:
             warn_once(
@@ -322,7 +324,7 @@ class LoopMonitor:
                 f"A step had {size} samples, where {usual:.0f} records are drawn on "
                 "average: if a record makes several, its gradients are clipped one by "
                 "one and epsilon does not hold. Views or sequences of a record are one "
-                "sample with opacus_ext.losses.PerRecord.",
+                "sample with opacus_ext.losses.RecordModel.",
             )
 
 
@@ -364,7 +366,9 @@ def watch_steps(engine: PrivacyEngine, module: nn.Module, made: Sequence[Any]) -
 
 
 def _begin_noise(optimizer: Any) -> None:
-    """Draws noise afresh, as a run that goes on from a state without it must."""
+    """
+    Draws new noise, as a run must that goes on from a state without that of the noise.
+    """
     if optimizer is None:
         return
     if optimizer.correlated is not None:
@@ -379,7 +383,9 @@ def _begin_noise(optimizer: Any) -> None:
 
 
 def plain(optimizer: Any) -> Any:
-    """Returns the optimizer that Accelerate has prepared; another one as it is."""
+    """
+    Returns the optimizer inside of one that Accelerate has prepared, or the same one.
+    """
     while not hasattr(optimizer, "_optimizer_step_pre_hooks"):
         if not isinstance(getattr(optimizer, "optimizer", None), Optimizer):
             break

@@ -16,7 +16,7 @@ from opacus_ext.ledger import note_beside
 from opacus_ext.optimizers.banded import BandedNoise
 from opacus_ext.optimizers.draws import state_of
 from opacus_ext.refused import Refused
-from opacus_ext.secure import SecureSource, gaussian_grid, release
+from opacus_ext.secure import SecureSource, add_rounded_noise, gaussian_grid
 
 if TYPE_CHECKING:
     Base = DPOptimizer
@@ -36,8 +36,8 @@ _CORRELATED, _NOISE = "opacus_ext_correlated_noise", "opacus_ext_noise_of"
 
 class NoisyOptimizer(Base):
     """
-    An optimizer that adds noise to ``p.summed_grad`` and sets ``p.grad``. No other
-    random numbers, and no ``torch.manual_seed`` in the loop, reach its noise.
+    An optimizer that adds noise to ``p.summed_grad`` and sets ``p.grad``. Other random
+    numbers, and ``torch.manual_seed`` in the loop, have no influence on its noise.
     """
 
     rank = 0  # of the process
@@ -79,7 +79,7 @@ class NoisyOptimizer(Base):
     def mix_noise(self) -> None:
         """
         Draws all later noise from fresh randomness. A run that resumes a checkpoint
-        needs it, as another run may have resumed the same one.
+        needs that, because another run may resume the same checkpoint.
         """
         self._noise_seed = secrets.randbits(63)
         self._noise_generators.clear()
@@ -88,8 +88,8 @@ class NoisyOptimizer(Base):
 
     def noise_state(self) -> Dict[str, Any]:
         """
-        The state that later noise is drawn from. Whoever has it knows that noise; in
-        secure mode there is none.
+        The state from which later noise is drawn. Whoever has it knows that noise. In
+        secure mode there is no such state.
         """
         if self.secure_mode:
             return {}
@@ -191,8 +191,8 @@ class NoisyOptimizer(Base):
     def add_noise(self) -> None:
         """
         Adds noise of std ``gradient_noise_multiplier * sensitivity``; sets ``p.grad``.
-        In a step it also divides by the batch size, but for secure mode: sums over
-        processes must be of numbers on the grid.
+        In a step it also divides by the batch size, except in secure mode, where sums
+        over processes must be sums of numbers on the grid.
         """
         params = self.params
         for p in params:
@@ -203,7 +203,7 @@ class NoisyOptimizer(Base):
             entries = sum(p.numel() for p in params)
             std, grid = gaussian_grid(multiplier, bound, entries)
             for p in params:
-                p.summed_grad.copy_(release(p.summed_grad, std, grid))
+                p.summed_grad.copy_(add_rounded_noise(p.summed_grad, std, grid))
         else:
             self._add_noise(params)
             self._divided = self._divides
@@ -248,7 +248,7 @@ class NoisyOptimizer(Base):
             self.correlated.taken += 1
 
     def _places_of(self, params: Sequence[torch.nn.Parameter]) -> List[int]:
-        """Returns the places of some parameters among those of all groups."""
+        """Returns the positions of some parameters among those of all groups."""
         params_of_groups = (p for group in self.param_groups for p in group["params"])
         positions = {id(p): i for i, p in enumerate(params_of_groups)}
         return [positions[id(p)] for p in params]
@@ -306,7 +306,10 @@ class NoisyOptimizer(Base):
 
 
 def on_this_process(tensors: List[torch.Tensor]) -> List[torch.Tensor]:
-    """Returns tensors; of sharded ones this process's shards, which share memory."""
+    """
+    Returns tensors as they are, and for sharded tensors the shards of this process,
+    which share their memory.
+    """
     if DTensor not in map(type, tensors):
         return tensors
     return [x.to_local() if isinstance(x, DTensor) else x for x in tensors]
@@ -326,7 +329,7 @@ def _normal(
 
 
 def divide(totals: Sequence[torch.Tensor], divisor: float) -> None:
-    """Divides tensors in place, those of a device and dtype together."""
+    """Divides tensors in place, all tensors of a device and dtype at once."""
     if divisor == 1:
         return
     kinds: Dict[tuple, List[torch.Tensor]] = defaultdict(list)

@@ -45,7 +45,7 @@ from opacus_ext.refused import Refused
 
 
 class _Unfinished(NamedTuple):
-    """A step at work, or one that has failed: what it began with."""
+    """What a step began with that is at work, or has failed."""
 
     skip_queue: List[bool]
     in_logical_batch: bool  # a physical batch of the same logical batch came before
@@ -172,7 +172,8 @@ class ClippingOptimizer(NoisyOptimizer):
         See ``DPOptimizer``; observers see each logical batch once.
 
         Raises:
-            Refused: if samples could be in the sum twice, or of two logical batches
+            Refused: if the sum could contain samples twice, or samples of two logical
+                batches
         """
         self._check_batches()
         self._passes.check()
@@ -204,7 +205,7 @@ class ClippingOptimizer(NoisyOptimizer):
 
     @property
     def ran(self) -> str:
-        """In one line, how the samples of the last step have run, and why so."""
+        """One line that says how the samples of the last step have run, and why."""
         private = getattr(self.mode, "private", None)
         return "" if private is None else str(private.ways)
 
@@ -315,8 +316,8 @@ class ClippingOptimizer(NoisyOptimizer):
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         """
-        Refuses copies (``copy``, ``pickle``): two runs would have the same noise, and
-        torch's way to restore one leaves optimizers of the class without ``step()``.
+        Refuses copies (``copy``, ``pickle``), because two runs would have the same
+        noise, and because torch restores such optimizers without their ``step()``.
         """
         raise _no_copy(self)
 
@@ -327,8 +328,8 @@ class ClippingOptimizer(NoisyOptimizer):
     @property
     def step_hook(self) -> Optional[Callable[[Any], None]]:
         """
-        What each step that counts calls: that which counts it, and then what was
-        attached. Setting it changes the second.
+        What each counted step calls: first the function that counts it, then the
+        functions that were attached. Setting it replaces the latter.
         """
         return _in_turn(self.count, self._step_hook)
 
@@ -338,8 +339,8 @@ class ClippingOptimizer(NoisyOptimizer):
 
     def attach_step_hook(self, fn: Callable[[Any], None]) -> None:
         """
-        Adds a function that is called after each step that counts, and after the
-        functions that are there.
+        Adds a function that is called after each counted step, and after the functions
+        that were attached before.
         """
         self._step_hook = _in_turn(self._step_hook, fn)
 
@@ -371,7 +372,7 @@ class ClippingOptimizer(NoisyOptimizer):
         self.original_optimizer.add_param_group({**param_group, "params": params})
 
     def drop_logical_batch(self) -> None:
-        """Forgets a logical batch that was left in the middle."""
+        """Drops a logical batch that was not completed."""
         left = self._step_skip_queue or self._is_last_step_skipped
         if not left and self._unfinished is None:
             if all(getattr(p, "summed_grad", None) is None for p in self.params):
@@ -600,8 +601,8 @@ class GhostDPOptimizer(ClippingOptimizer, DPOptimizerFastGradientClipping):
 
     def _are_same_sums(self) -> bool:
         """
-        Returns True if what was written to the sums are the same numbers. Trainers clip
-        by an infinite norm, which multiplies by one.
+        Returns True if the sums still have the same numbers after something wrote to
+        them. Trainers clip by an infinite norm, for example, which multiplies by one.
         """
         return all(map(torch.equal, self._compute_norms_of_sums(), self._norms_of_sums))
 
@@ -635,7 +636,7 @@ class GhostDPOptimizer(ClippingOptimizer, DPOptimizerFastGradientClipping):
 
 
 def optimizer_class(base: Type[ClippingOptimizer], clipping: Clipping) -> type:
-    """``base`` with ``clipping`` in the place of flat clipping."""
+    """Returns ``base`` with ``clipping`` instead of flat clipping."""
     if clipping is CLIPPINGS["flat"]:
         return base
     name = f"{base.__name__}_{clipping.name}"

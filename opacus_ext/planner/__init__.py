@@ -1,6 +1,6 @@
 """Scaling laws under differential privacy, and the planner that rests on them."""
 
-from opacus_ext.planner import calibration, laws
+from opacus_ext.planner import laws
 from opacus_ext.planner.budget import Budget
 from opacus_ext.planner.candidates import Candidates
 from opacus_ext.planner.families import Family, byte_transformers
@@ -23,7 +23,6 @@ __all__ = [
     "Plan",
     "Surface",
     "byte_transformers",
-    "calibration",
     "hold_out",
     "laws",
     "scaled_options",

@@ -33,21 +33,28 @@ class PrivacyArguments:
         clipping: "flat", "automatic", "normalized", "per_layer" or one that was
             registered
         grad_sample_mode: "auto", "ghost_bk", "ghost", "scan" or "hooks"
-        shared: names of what data_collator makes that all records of a batch share, a
-            table of positions, say; all else has a row for each record
+        shared: names of inputs made by data_collator that all records of a batch
+            share, such as a table of positions; all other inputs have one row for each
+            record
         accountant: "prv_bounds", "prv" or "rdp" ("gdp" of Opacus can report too little)
         log_loss: logs the training loss, which is not private
         monitor: "private" logs clipping and gradient norms by
             :class:`opacus_ext.monitor.Monitor`, within the same epsilon; "off" logs
             none
-        privacy_seed: of noise and batches, for tests. By default nobody knows it;
-            ``TrainingArguments.seed`` has no part in either
-        repeat_noise: a run that goes on from a checkpoint repeats the noise of the run
-            that was not stopped. Two runs from one checkpoint then have the same noise,
-            which their difference does not have and no epsilon covers
+        privacy_seed: of noise and batches, for tests. By default it is secret, and does
+            not depend on ``TrainingArguments.seed``
+        repeat_noise: a run that goes on from a checkpoint has the noise that the run
+            would have had without the interruption. Two runs from one checkpoint then
+            have the same noise, so that their difference has none, and no epsilon
+            covers that
 
     Raises:
         Refused: for arguments that do not fit
+
+    Example:
+        >>> privacy = PrivacyArguments(target_epsilon=8, target_delta=1e-5)
+        >>> privacy.grad_sample_mode, privacy.per_sample_max_grad_norm
+        ('auto', 1.0)
     """
 
     target_delta: float = field(metadata={"help": "delta of the guarantee"})

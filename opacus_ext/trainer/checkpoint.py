@@ -15,19 +15,19 @@ PRIVACY_STATE = "privacy.pt"  # in a checkpoint's folder
 
 
 def write_state(folder: str, state: Dict[str, Any]) -> None:
-    """Writes the privacy state in one piece: a file that is there is whole."""
+    """Writes the privacy state in one piece, so that the file is never incomplete."""
     checkpoints.write(os.path.join(folder, PRIVACY_STATE), state)
 
 
 def forget_state(folder: str) -> None:
-    """Removes a privacy state, which is not of the weights that are written next."""
+    """Removes a privacy state that would not belong to the weights written next."""
     path = os.path.join(folder, PRIVACY_STATE)
     if os.path.isfile(path):
         os.remove(path)
 
 
 def read_state(folder: str) -> Dict[str, Any]:
-    """Reads the privacy state of a checkpoint; refuses one that is not whole."""
+    """Reads the privacy state of a checkpoint. Refuses an incomplete checkpoint."""
     path = os.path.join(folder, PRIVACY_STATE)
     if not os.path.isfile(path):
         raise Refused(

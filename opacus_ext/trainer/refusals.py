@@ -22,9 +22,9 @@ class Argument(NamedTuple):
 
     Attributes:
         name: of the argument
-        reason: what is wrong, behind the name and the value
+        reason: what is wrong, a text that follows the name and the value
         remedy: what to do
-        is_refused: tells of a value and of all TrainingArguments
+        is_refused: takes the value and all TrainingArguments
     """
 
     name: str
@@ -153,7 +153,7 @@ def refuse_order(cls: type, private: type) -> None:
 
 
 def refuse_environment(trainer: Any) -> None:
-    """Refuses what the environment can set as well as arguments, before training."""
+    """Refuses settings of the environment, before training."""
     accelerator = trainer.accelerator
     if (
         accelerator.scaler is not None

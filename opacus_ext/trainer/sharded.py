@@ -1,7 +1,7 @@
 """Models that are sharded by ``fully_shard`` (FSDP2), by TrainingArguments or before.
 
 Trainer and accelerate see a model that is prepared already. So accelerate wraps and
-casts nothing, and what Trainer writes and reads are whole tensors, as of one process.
+casts nothing, and Trainer writes and reads complete tensors, as in a single process.
 """
 
 from __future__ import annotations
@@ -95,8 +95,8 @@ def shard(model: nn.Module, args: Any, precision: str) -> None:
 
 def _layers(model: nn.Module, config: Dict[str, Any]) -> List[nn.Module]:
     """
-    Returns the layers that are sharded by themselves, the inner ones first. One with a
-    parameter that others have too (tied embeddings) belongs to the whole model.
+    Returns the layers that are sharded separately, inner layers first. A layer that
+    shares a parameter with other layers (tied embeddings) is sharded with the model.
     """
     if config.get("auto_wrap_policy") == _WHOLE:
         return []
@@ -118,7 +118,7 @@ def _layers(model: nn.Module, config: Dict[str, Any]) -> List[nn.Module]:
 
 
 def _uses(module: nn.Module) -> Counter:
-    """Counts the places that each parameter has in the modules of one."""
+    """Counts how often each parameter occurs in the modules of a model."""
     every = (m._parameters.values() for m in module.modules())
     return Counter(p for some in every for p in some if p is not None)
 
@@ -128,10 +128,10 @@ def _uses(module: nn.Module) -> Counter:
 
 def adopt(model: nn.Module, inner: nn.Module) -> None:
     """
-    Makes accelerate take a sharded model as it is. Makes ``inner``, the model that
-    Trainer loads and saves, take the whole tensors of a checkpoint. The name of the
-    model is that from before it was sharded: by it Trainer tells whether labels are
-    those of the next token.
+    Makes accelerate take a sharded model as it is, and makes ``inner``, the model that
+    Trainer loads and saves, take the complete tensors of a checkpoint. The class keeps
+    its name from before sharding, by which Trainer decides whether labels are next
+    tokens.
     """
     for unit in model.modules():
         if isinstance(unit, FSDPModule):
@@ -142,7 +142,7 @@ def adopt(model: nn.Module, inner: nn.Module) -> None:
 
 
 def reshard(model: nn.Module) -> None:
-    """Frees the whole parameters that an evaluation has gathered."""
+    """Frees the complete parameters that an evaluation has gathered."""
     for unit in model.modules():
         if isinstance(unit, FSDPModule):
             unit.reshard()
@@ -158,7 +158,7 @@ def _to_shards(
 
 
 def _shard_of(x: Any, p: Any) -> Any:
-    """Cuts a whole tensor as a parameter is cut; returns this process's shard."""
+    """Returns this process's shard of a complete tensor, cut as the parameter is."""
     if not isinstance(p, DTensor) or isinstance(x, DTensor) or x.shape != p.shape:
         return x
     x = x.to(p.device)
@@ -167,8 +167,8 @@ def _shard_of(x: Any, p: Any) -> Any:
 
 def whole(state: Any, keep: bool) -> Any:
     """
-    Returns a state dict with whole tensors on the CPU, or with None for each if not
-    ``keep``. All processes must call it. A parameter that is in it twice (tied
+    Returns a state dict with complete tensors on the CPU, or with None for each tensor
+    if not ``keep``. All processes must call it. A parameter that occurs twice (tied
     weights) is one tensor.
     """
     tensors: Dict[int, Any] = {}

@@ -1,9 +1,9 @@
 """The training loop of transformers' Trainer, made private.
 
 :class:`PrivateTrainer` is used as ``Trainer`` is, with one more argument. Opacus's
-``PrivacyEngine.make_private`` makes it private as training begins. Overridden is where
-Trainer would go round it: how batches are drawn, which loss is backpropagated, what is
-clipped, logged and saved.
+``PrivacyEngine.make_private`` makes it private as training begins. The class overrides
+the methods by which Trainer would bypass that: how batches are drawn, which loss is
+backpropagated, and what is clipped, logged and saved.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from opacus_ext.data.logical import (
 from opacus_ext.data.sampling import Poisson
 from opacus_ext.grad_sample.adapter.settings import settings_of
 from opacus_ext.grad_sample.core.groups import Samples, samples_of
-from opacus_ext.losses import PerRecord, sample_loss
+from opacus_ext.losses import RecordModel, sample_loss
 from opacus_ext.misuse import check_delta, check_size
 from opacus_ext.monitor import Monitor
 from opacus_ext.private_torch import tree_flatten, tree_map, tree_unflatten
@@ -105,10 +105,10 @@ class PrivateTrainer(Trainer):
     logical batches.
 
     The loss of a record is what ``compute_loss`` gives for it alone, as a batch of one
-    (:func:`opacus_ext.clipped_grads`). An overridden one must keep nothing of the
-    record. Another Trainer is made private by ``class Private(PrivateTrainer, Other)``;
-    of TRL's, SFTTrainer is supported. A model in a
-    :class:`~opacus_ext.losses.PerRecord` is saved without it.
+    (:func:`opacus_ext.clipped_grads`). If you override it, it must keep nothing of the
+    record. ``class Private(PrivateTrainer, Other)`` makes another Trainer private;
+    among TRL's, SFTTrainer is supported. A model in a
+    :class:`~opacus_ext.losses.RecordModel` is saved without that wrapper.
 
     A checkpoint has one more file, privacy.pt, with the accountant's history and the
     random state of the noise: whoever has it can subtract the noise, so do not publish
@@ -173,7 +173,7 @@ class PrivateTrainer(Trainer):
         super().__init__(*args, **kwargs)
         refuse_arguments(self.args)
         refuse_data(self.train_dataset)
-        if isinstance(self.model, PerRecord):
+        if isinstance(self.model, RecordModel):
             self.model_accepts_loss_kwargs = False
             with self._inner_model():
                 self._set_signature_columns_if_needed()
@@ -246,10 +246,10 @@ class PrivateTrainer(Trainer):
 
     @contextmanager
     def _inner_model(self) -> Iterator[None]:
-        """Within it ``self.model`` is the model in a PerRecord."""
+        """Within it ``self.model`` is the model in a RecordModel."""
         model = self.model
         try:
-            if isinstance(model, PerRecord):
+            if isinstance(model, RecordModel):
                 self.model = model.model
             yield
         finally:
@@ -341,7 +341,7 @@ class PrivateTrainer(Trainer):
                 self._monitor.load_state_dict(training.saved["monitor"])
 
     def _basis(self) -> Basis:
-        """Returns what the run rests on."""
+        """Returns what the privacy of the run depends on."""
         args, data = self.args, self.train_dataset
         names = "per_device_train_batch_size gradient_accumulation_steps world_size"
         names += " max_steps seed"
@@ -447,7 +447,7 @@ class PrivateTrainer(Trainer):
         return loss.reshape(())
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        """Evaluates as ``Trainer``, and leaves the random numbers as they were."""
+        """Evaluates like ``Trainer``, and restores the state of random numbers."""
         device = self.args.device
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
             return super().evaluation_loop(*args, **kwargs)
@@ -467,9 +467,9 @@ class PrivateTrainer(Trainer):
         **kwargs: Any,
     ) -> Any:
         """
-        Trains. Afterwards, also if it fails, the model is an ordinary one again. A
-        second call adds to what the first has spent, or has what is left of
-        ``target_epsilon``.
+        Trains. Afterwards, also after an error, the model is an ordinary model again. A
+        second call spends more epsilon with ``noise_multiplier``, and the rest of the
+        budget with ``target_epsilon``.
 
         Args:
             resume_from_checkpoint: a folder, or True for the last one; the run goes on
@@ -523,7 +523,7 @@ class PrivateTrainer(Trainer):
     def save_model(
         self, output_dir: Optional[str] = None, *args: Any, **kw: Any
     ) -> None:
-        """Saves as ``Trainer``; weights never lie beside the state of others."""
+        """Saves like ``Trainer``, and removes the privacy state of other weights."""
         if self.args.should_save:
             forget_state(output_dir or self.args.output_dir)
         super().save_model(output_dir, *args, **kw)
@@ -580,11 +580,11 @@ class PrivateTrainer(Trainer):
     # -- what is logged ------------------------------------------------------------
 
     def get_epsilon(self, delta: Optional[float] = None) -> float:
-        """Returns what has been spent, at ``target_delta`` or another delta."""
+        """Returns the epsilon spent so far, at ``target_delta`` or another delta."""
         return self._training.get_epsilon(delta)
 
     def log(self, logs: Dict[str, float], start_time: Optional[float] = None) -> None:
-        """Logs as ``Trainer``, with what has been spent."""
+        """Logs like ``Trainer``, with epsilon and delta."""
         if "loss" in logs or "train_runtime" in logs:
             logs.update(epsilon=self.get_epsilon(), delta=self.privacy.target_delta)
             if self._training.hooks is not None and self._monitor is not None:

@@ -10,7 +10,7 @@ from torch.utils.data import TensorDataset, default_collate
 
 from opacus_ext import Refused
 from opacus_ext.data import RecordCollator, UserRecords
-from opacus_ext.losses import PerRecord, PerSample, model_losses
+from opacus_ext.losses import PerSample, RecordModel, model_losses
 
 from ..common import make_private
 
@@ -58,7 +58,7 @@ def test_several_are_different_ones(count, given):
 def update(dataset, mode):
     """The change of weights by a step of all users without noise, times B."""
     torch.manual_seed(0)
-    model = PerRecord(Tagger().double())
+    model = RecordModel(Tagger().double())
     before = [p.detach().clone() for p in model.parameters()]
     private = make_private(
         model,

@@ -3,7 +3,6 @@ import json
 import os
 import re
 import resource
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +14,7 @@ from opacus_ext.planner.commands import parser
 from opacus_ext.planner.commands.main import main
 from opacus_ext.planner.commands.parser import EPILOG, build_parser
 
-SCRIPT = Path(parser.__file__).parent / "opacus-ext"
+SCRIPT = Path(parser.__file__).parents[3] / "opacus_ext_command.py"
 FEW = "--parameters 1e4:2e5 --steps 100:200"  # small lattices: seconds
 EXAMPLE = f"--measurements example {FEW}"
 
@@ -251,15 +250,13 @@ def test_help_has_examples_that_are_understood(capsys):
         assert "examples:" in capsys.readouterr().out
 
 
-def run_script(tmp_path, arguments, *options):
-    """CPU seconds and results of the script, as it is installed."""
-    script = shutil.copy(SCRIPT, tmp_path)
+def run_script(arguments, *options):
+    """CPU seconds and results of the script that is installed."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     done = subprocess.run(
-        [sys.executable, *options, script, *arguments.split()],
+        [sys.executable, *options, SCRIPT, *arguments.split()],
         capture_output=True,
         text=True,
-        env={**os.environ, "PYTHONPATH": str(SCRIPT.parents[3])},
     )
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     used = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
@@ -271,25 +268,24 @@ def run_script(tmp_path, arguments, *options):
     [
         ("--help", 0, "COMMAND"),
         ("plan --help", 0, "examples:"),
+        ("--version", 0, "opacus-ext 0.1.0"),
         ("plan --users -5", 2, "--users: '-5' is not a number"),
         (f"{USERS} 500", 2, "above 100"),
         (f"{PLAN} --batch-size 2e5", 2, "batch_size must be at most 100000"),
         ("fit no-such-file", 2, "there is no no-such-file"),
     ],
 )
-def test_help_and_wrong_arguments_are_answered_at_once(
-    arguments, status, shown, tmp_path
-):
-    """The script as it is installed; importing torch alone takes longer."""
-    used, done = run_script(tmp_path, arguments)
+def test_help_and_wrong_arguments_are_answered_at_once(arguments, status, shown):
+    """Importing torch alone takes longer."""
+    used, done = run_script(arguments)
     assert done.returncode == status and shown in done.stdout + done.stderr
     assert used < 1
 
 
-def test_the_script_plans_without_torch(tmp_path):
+def test_the_script_plans_without_torch():
     """Importing it takes longer than a plan may."""
     arguments = f"{PLAN} --law paper --steps 2000:9000 --trials 9 --json"
-    used, done = run_script(tmp_path, arguments, "-X", "importtime")
+    used, done = run_script(arguments, "-X", "importtime")
     assert done.returncode == 0, done.stderr
     assert strict(done.stdout)["plans"][0]["noise_multiplier"] > 0.3
     assert "numpy" in done.stderr and "torch" not in done.stderr
@@ -297,13 +293,13 @@ def test_the_script_plans_without_torch(tmp_path):
 
 
 def test_the_script_is_what_is_installed():
-    """And nothing else of that name, which would import the package first."""
-    root = SCRIPT.parents[3]
+    """It is one of pip's own scripts, which Windows runs, too."""
     settings = configparser.ConfigParser()
-    settings.read(root / "setup.cfg")
-    assert root / settings["options"]["scripts"].strip() == SCRIPT
-    assert SCRIPT.read_text().startswith("#!/usr/bin/env python\n")
-    assert "options.entry_points" not in settings
+    settings.read(SCRIPT.parent / "setup.cfg")
+    command = settings["options.entry_points"]["console_scripts"].strip()
+    assert command == f"opacus-ext = {SCRIPT.stem}:main"
+    assert settings["options"]["py_modules"].strip() == SCRIPT.stem
+    assert "scripts" not in settings["options"]
 
 
 def test_it_runs_as_a_module():

@@ -52,14 +52,14 @@ def moved(run, steps):
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("clipping", ["flat", "normalised", "automatic", "per_layer"])
+@pytest.mark.parametrize("clipping", ["flat", "normalized", "automatic", "per_layer"])
 def test_error_is_the_noise_of_an_averaged_gradient(mode, clipping):
     bound = [0.5] if clipping == "per_layer" else 0.5
     run = private(
         mode=mode, clipping=clipping, max_grad_norm=bound, options={"lr": 1.0}
     )
     (error,) = effective_errors(run.module, run.optimizer).values()
-    clip = 1.0 if clipping == "normalised" else 0.5
+    clip = 1.0 if clipping == "normalized" else 0.5
     assert float(error) == pytest.approx(1.5 * clip / 5)
     assert gradient_noise(run.optimizer) == pytest.approx(1.5 * clip / 5)
     assert moved(run, 1) == pytest.approx(float(error), rel=0.05)

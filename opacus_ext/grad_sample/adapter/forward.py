@@ -52,8 +52,8 @@ ALONE = "one by one"  # a way to run, see Ways
 
 class Ways:
     """
-    The ways in which samples of a step have run, each with the reason why in no faster
-    one. It is the latest step of which a sample has run.
+    How the samples of a step have run, each time with the reason why not faster. The
+    step is the latest one in which a sample has run.
     """
 
     def __init__(self, passes: Passes):
@@ -62,7 +62,7 @@ class Ways:
         self._reasons: dict[str, str] = {}
 
     def note(self, way: str, reason: str = "") -> None:
-        """Notes that samples have run in this way."""
+        """Notes that samples have run like this."""
         if self._ended != self._passes.ended:
             self._ended = self._passes.ended
             self._reasons = {}
@@ -379,7 +379,7 @@ class ForwardRecord:
         Refuses state that is made of data, after samples that ran together; returns
         other changes.
         """
-        # Code of others may write data where no op is seen to write.
+        # Code of other libraries may write data where no op is seen to write.
         compare = group.read_data or group.runs_others
         changes = self.model.state.changes(compare)
         for name, value, hidden in changes:
@@ -389,9 +389,9 @@ class ForwardRecord:
 
     def _compare_state(self, changes: list[Change]) -> None:
         """
-        Refuses changes that a number of the data may tell: those that other samples, or
-        one of zeros, do not make. A single sample may not leave out either what an
-        empty batch, in its place, would change.
+        Refuses changes that may depend on the data, which are those that other samples,
+        or a sample of zeros, do not make. A single sample must also make all changes
+        that an empty batch would make.
         """
         model = self.model
         name = self._outcome.differs(changes)
@@ -450,7 +450,7 @@ class ForwardRecord:
                 f"was called on {self.size} samples, and the loader drew at most "
                 f"{most} records: part would count several times.",
                 "Call it on as many samples as records: for K views of a record give "
-                "make_private opacus_ext.losses.PerRecord(model), and call it by "
+                "make_private opacus_ext.losses.RecordModel(model), and call it by "
                 "keyword on [B, K, ...]: its outputs are [B, K, ...]; a GAN takes a "
                 "fake for each record, noise = torch.randn(len(x), ...). After a loss "
                 "that is not the private model's, call zero_grad() of the private "

@@ -2,9 +2,9 @@
 
 The loader knows how many records it drew: tensors of that length are samples. A tensor
 ``[1, ...]`` beside them, if it is none of the loader's, is shared by all samples.
-Anything else is refused by its name, unless ``shared=`` names it. To read a table as
-samples is safe, since each sample sees its row; to read samples as a table is not: each
-sample would see all of them.
+Anything else is refused by its name, unless ``shared=`` names it. It is safe to read a
+table as samples, since each sample sees only its row. It is not safe to read samples as
+a table, because each sample would see all of them.
 """
 
 from __future__ import annotations

@@ -153,14 +153,14 @@ _LINEAR |= {"mean", "sum", "detach", "__get__", "size", "dim", "numel", "to", "f
 
 class MeanLoss(torch.Tensor):
     """
-    The mean over samples of a number that each returned, which is its loss. It is a
-    tensor without dims. What is computed from such means alone is one, too; to losses
-    of samples it may be added, if the mean of all follows.
+    The mean over samples of a number that each sample returned as its loss. It is a
+    tensor without dims. A value that is computed from such means alone is such a mean,
+    too. It may be added to losses of samples if the mean of the sum follows.
 
     Raises:
-        Refused: if it is used with a tensor of several entries in another way, such as
-            targets: then it is no loss, but the output of a model that leaves out the
-            batch dim
+        Refused: for any other use with a tensor of several entries, such as targets.
+        Then
+            it is no loss, but the output of a model that leaves out the batch dim
     """
 
     @classmethod
@@ -263,7 +263,7 @@ def _tensor(
     losses: bool,
     trained: bool,
 ) -> tuple[Any, int | None | str]:
-    """Returns the tensor of the batch with its batch dim, or the reason for none."""
+    """Returns the tensor of the batch with its batch dim, or why there is none."""
     parts = []
     shapes = set()
     for group, (value, by_sample) in zip(returned, leaves):
@@ -320,7 +320,7 @@ def _dim(record: Any, name: str, shape: torch.Size) -> int | None:
 
 
 def _shared(leaves: list[Leaf]) -> tuple[Any, str | None]:
-    """Returns the value that all samples share, or the reason for none."""
+    """Returns the value that all samples share, or why there is none."""
     first = leaves[0].value
     if is_hidden(first):
         return None, f"is a {type(first).__name__}, which may hold values of samples"

@@ -1,4 +1,4 @@
-"""The records that the gradients of a step are of.
+"""The records to which the gradients of a step belong.
 
 What was drawn once is clipped once. So each backward pass is known by the draw that its
 inputs came from, as far as it can be told: by the tensors that the loader gave, by how
@@ -96,7 +96,7 @@ class Pass(NamedTuple):
         return self.doubt is None or self.doubt.drawn < math.inf
 
     def has_inputs_of(self, other: Pass) -> bool:
-        """Returns True if both have the same inputs, of one place or of equal bits."""
+        """Returns True if both have the same inputs, in memory or by their bits."""
         if len(self.inputs) != len(other.inputs) or not self.inputs:
             return False
         # What was changed since does not tell what it was.
@@ -123,7 +123,7 @@ def second_pass(others: str) -> Refused:
 
 
 def _are_one(tensor: T, other: T) -> bool:
-    """Returns True for tensors of one place in memory."""
+    """Returns True for tensors at the same place in memory."""
     form = tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
     return form == (other.data_ptr(), other.shape, other.stride(), other.dtype)
 
@@ -230,6 +230,6 @@ class Passes:
             self.ended += 1
 
     def draws(self) -> frozenset[Draw]:
-        """Returns the draws that the gradients of a step are known to be of."""
+        """Returns the draws to which the gradients of a step are known to belong."""
         passes = (*self._kept, *self._new)
         return frozenset().union(*[backward_pass.draws for backward_pass in passes])

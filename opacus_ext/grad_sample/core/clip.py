@@ -231,7 +231,9 @@ class GroupNorms:
                 yield self.samples[key].weighted_sum(weights)
 
     def rows_of(self, p: T) -> slice | None:
-        """Selects the samples to which the gradients of ``p`` belong; None for none."""
+        """
+        Selects the samples to which gradients of ``p`` belong. None if none has any.
+        """
         return slice(None) if id(p) in self.keys else None
 
 

@@ -161,7 +161,7 @@ def clipped_grads(
         clipping: the bound C of flat clipping, ``min(1, C / |g|)``, or a clipping
             function (clipping.py) of norms ``[B]`` that has ``sensitivity(relation)``
         take: ``take(batch, i)`` returns sample ``i`` as a tree of tensors ``[1, ...]``,
-            and raises IndexError behind the last. If it has ``take.size``,
+            and raises IndexError after the last. If it has ``take.size``,
             ``take.size(batch)`` is the number of samples
         microbatch: the most samples that run at once, which bounds memory
         on_nonfinite: "drop" or "raise"

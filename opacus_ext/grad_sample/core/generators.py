@@ -1,9 +1,10 @@
-"""Generators of random numbers, of which no sample's numbers may tell its place.
+"""Random numbers, which must not reveal the position of a sample in the batch.
 
-Samples that run together draw from torch's own generators, each its own part of what
-they give. Only if these go on from draw to draw are the numbers fresh. If code sets a
-seed or a state in between, they depend on the place of a sample in the batch, and so on
-the other samples. Then samples run one by one: each sets the seed anew.
+Samples that run together draw from torch's own generators, each sample its own part of
+the numbers. The numbers are fresh only if the generators go on from draw to draw. If
+code sets a seed or a state in between, a sample's numbers depend on its position in the
+batch, and so on the other samples. Then samples run one by one, and each sets the seed
+anew.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _NAMES = (
     *("fractional_max_pool3d", "lstm", "gru", "rnn_tanh", "rnn_relu"),
     *("fractional_max_pool2d_with_indices", "fractional_max_pool3d_with_indices"),
 )
-#: Functions that may draw random numbers. Those of others seem to be set seeds.
+#: Functions that may draw random numbers. Draws by other functions look like set seeds.
 DRAWS: set[Callable] = {
     getattr(namespace, name)
     for namespace in (torch, T, F, init)
@@ -77,9 +78,10 @@ def set_to(given: list[tuple[torch.Generator, T]]) -> Iterator[None]:
 
 class Stream:
     """
-    The numbers of one of torch's generators, as a sample finds it. Another sample finds
-    the same state if this one has set a seed; if it has drawn numbers, or has set the
-    seed that was there already, a stream that this state tells.
+    The numbers of one of torch's generators, as a sample finds it. If this sample has
+    set a seed, another sample finds the same state as this one did. If it has drawn
+    numbers, or has set the seed that was there already, another sample finds a new
+    stream that follows from this state.
     """
 
     def __init__(self, generator: torch.Generator):
@@ -105,7 +107,7 @@ class Stream:
 
 
 def is_own(generator: torch.Generator | None) -> bool:
-    """Returns True for a generator that is none of torch's."""
+    """Returns True for a generator that is not one of torch's own."""
     if generator is None:
         return False
     return not any(generator is one for one in torch_generators())

@@ -1,11 +1,11 @@
 """Samples that run together under vmap, and their uses of parameters.
 
-Under vmap each tensor is either batched, one a sample, or shared. :class:`SampleGroup`
-intercepts each op of a parameter (or a value computed from parameters) and data. An op
-with a rule (rules/) runs with the shared value; the data are saved, and together with
-the gradient of the output they give the factors of the per-sample gradients. Any other
-op gets one copy of the value for each sample, expanded without memory, whose gradient
-is the per-sample gradient.
+Under vmap each tensor is either batched (one per sample) or shared.
+:class:`SampleGroup` intercepts each op of a parameter (or a value computed from
+parameters) and data. An op with a rule (rules/) runs with the shared value; the data
+are saved, and together with the gradient of the output they give the factors of the
+per-sample gradients. Any other op gets one copy of the value for each sample, expanded
+without memory, whose gradient is the per-sample gradient.
 """
 
 from __future__ import annotations

@@ -260,14 +260,15 @@ def _kind_of(leaves: list[Any], structure: pytree.TreeSpec, number: int) -> Hash
 
 # Samples may share code, modules and classes: a copy would not be the same object.
 _CODE = type, ModuleType, FunctionType, BuiltinFunctionType, nn.Module
-# At least so many items behind the last one are tried.
+# At least so many items after the last one are tried.
 _BEYOND = 8
 
 
 def _items(batch: Any, take: Take) -> Iterator[Any]:
     """
     Yields the samples. ``take.size(batch)`` is their number. Without it, the batch ends
-    where an item fails, and all behind it do: an error of one item is no end.
+    at an item that fails if all later items fail too. An error of a single item does
+    not end the batch.
     """
     if hasattr(take, "size"):
         for number in range(take.size(batch)):
@@ -329,7 +330,7 @@ def _attempt(batch: Any, take: Take, number: int) -> tuple[Any, Exception | None
         sample = take(batch, number)
     except (IndexError, StopIteration) as error:
         return None, error
-    # A slice behind the last sample is no error, but empty.
+    # A slice after the last sample is empty, and raises no error.
     if _has_no_rows(_tensors_of(sample)):
         return sample, IndexError("no rows")
     return sample, None
@@ -609,7 +610,9 @@ _aten = torch.ops.aten
 def select_scatter(
     group: SampleGroup, function: Callable, input: T, src: T, dim: int, index: int
 ) -> T:
-    """Writes a slice: under vmap gradients of ``src`` count once a row of ``input``."""
+    """
+    Writes a slice. Under vmap each row of ``input`` would count gradients of ``src``.
+    """
     start = index
     if index < 0:
         start += input.shape[dim]

@@ -158,7 +158,7 @@ class Segment:
         if not results:
             return tree_unflatten(leaves, structure)
         with group.outside(), DisableTorchFunction():
-            # Where no input has a graph, the backward pass finds its way by the anchor.
+            # If no input has a graph, the backward pass gets here through the anchor.
             anchor = None if inputs else self.anchor
             results = _RunAgain.apply(self, results, anchor, *inputs)
             for place, result in zip(self._form[1], results):
@@ -262,7 +262,7 @@ class Segment:
 
 
 def with_graph(leaves: Sequence[Any]) -> list[int]:
-    """Returns the places of tensors of samples that need a gradient."""
+    """Returns the positions of tensors of samples that need a gradient."""
     places = []
     for place, leaf in enumerate(leaves):
         if isinstance(leaf, T) and is_batched(leaf) and whole(leaf).requires_grad:

@@ -6,12 +6,12 @@ shards, some parameters after the others.
 
 Gathering is collective: all processes must run the same layers in the same order. They
 run one program, so they stay in step until it asks something of the data. A question is
-asked of the samples of all processes: if these have one answer, all go on alike. If
-not, all raise at this point and take their samples one by one, in as many rounds as the
-process with the most samples. An op that vmap can't run is one in all processes, which
-therefore raise alike as well. What is no such program (random numbers of Python, code
-that goes by the shape of a batch, samples alone that branch) is noticed at the next
-layer that gathers, where processes meet.
+asked of the samples of all processes. If these have one answer, all processes go on
+with it. If not, all raise at this point and take their samples one by one, in as many
+rounds as the process with the most samples needs. An op that vmap can't run fails in
+all processes, so that all raise there too. Differences that no question shows (random
+numbers of Python, code that depends on the shape of a batch, branches of samples that
+run alone) are noticed at the next layer that gathers, where processes meet.
 
 An error in one process ends in the timeout of the others, as with plain FSDP2.
 """

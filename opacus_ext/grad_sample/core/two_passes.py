@@ -200,7 +200,7 @@ class Prints:
         """Adds the print of some backprops ``[B, ...]``, under a key."""
         self._tolerances.append(1e-3 if backprops.dtype.itemsize >= 4 else 0.03)
         if not backprops.is_floating_point() and not backprops.is_complex():
-            # Neighboring integers become unlike numbers.
+            # Neighboring integers become very different numbers.
             backprops = (backprops * _GOLDEN).frac()
         if sums_wide(backprops):
             flat = backprops.reshape(len(backprops), -1)

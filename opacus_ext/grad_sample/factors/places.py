@@ -30,8 +30,8 @@ from opacus_ext.grad_sample.factors.rows import (
 T = torch.Tensor
 # Groups of so many rows on average, or more, are multiplied one by one.
 _LARGE = 128
-# Devices that add rows to the same place one after another. From so many rows for a
-# place on, one-hot rows are multiplied, in at most so many blocks.
+# Devices that add rows with the same place one after another. If a place has at least
+# so many rows, one-hot rows are multiplied instead, in at most so many blocks.
 _ONE_BY_ONE = {"cuda"}
 _CROWD = 16
 _MOST_BLOCKS = 16
@@ -189,7 +189,7 @@ def _products(
             rows = slice(start, start + count)
             torch.mm(inputs[rows], matrix, out=outputs[rows])
             start += count
-    # The last rows have no place.
+    # The last rows belong to no place.
     outputs[start:] = 0
     return torch.empty_like(outputs).index_copy_(0, order, outputs)
 

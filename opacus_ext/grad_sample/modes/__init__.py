@@ -1,4 +1,4 @@
-"""The modes of DP-SGD, which use per-sample gradients in different ways.
+"""The modes of DP-SGD, which differ in what they do with per-sample gradients.
 
 =========== ====== ==============================================================
 mode        passes per-sample gradients

@@ -27,7 +27,7 @@ from opacus_ext.grad_sample.modes.ghost import BookKeeping
 logger = logging.getLogger(__name__)
 
 AT_ONCE, ONE_BY_ONE = "ghost_bk", "scan"
-# The first time of each way includes set-up, and is not used.
+# The first time of each mode includes set-up, and is not used.
 _TRIALS = AT_ONCE, AT_ONCE, ONE_BY_ONE, ONE_BY_ONE, AT_ONCE, ONE_BY_ONE
 # A layer launches about 20 kernels in forward and backward, 5 microseconds each.
 _START = 20 * 5e-6
@@ -36,7 +36,7 @@ _PROGRAMS = 4
 
 
 class Choice:
-    """Chooses the faster way for a model with this number of layers."""
+    """Chooses the faster mode for a model with this number of layers."""
 
     def __init__(self, layers: int):
         self.layers = layers
@@ -49,7 +49,7 @@ class Choice:
 
     @property
     def next(self) -> str:
-        """The way of the next batch."""
+        """The mode of the next batch."""
         return self.way or _TRIALS[self._steps]
 
     def best(self, way: str) -> float:
@@ -74,7 +74,8 @@ class Auto(BookKeeping):
         super().add_hooks(**kwargs)
         layers = [module for module in self._module.modules() if module._parameters]
         self.choice = Choice(len(layers))
-        # Processes must choose alike. What vmap can't run, runs one by one here, too.
+        # All processes must choose the same. What vmap can't run runs one by one here,
+        # too.
         if self.private.is_shared_out:
             self.choice.way = AT_ONCE
         self._start: float | None = None

@@ -149,13 +149,13 @@ class _Wrapper:
 
 class _Copied:
     """
-    Copies and pickles a wrapper as one of a plain model. What belongs to the private
-    one, such as gradients and norms of samples, is left out.
+    Copies and pickles a wrapper as a wrapper of a plain model. Everything that belongs
+    to the private model, such as gradients and norms of samples, is left out.
     """
 
     def _plain(self) -> dict[str, Any]:
         state = {**vars(self), "autograd_grad_sample_hooks": []}
-        # These belong to the private one, or can't be copied.
+        # These belong to the private model, or can't be copied.
         for name in ("private", "_compiled_call_impl", "_backward"):
             state.pop(name, None)
         if "_per_sample_gradient_norms" in state:
@@ -207,7 +207,7 @@ def _refuse_gradients(name: str, parameter: nn.Parameter) -> None:
 
 def trained_of(module: nn.Module) -> nn.Module:
     """Returns the model to train, that in the wrapper if it is a copied one."""
-    # A copy has an empty list in the place of its handles.
+    # A copy has an empty list instead of handles.
     if vars(module).get("autograd_grad_sample_hooks") == []:
         if isinstance(module, _Copied):
             return trained_of(getattr(module, "_module"))

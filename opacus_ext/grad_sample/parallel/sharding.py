@@ -1,4 +1,4 @@
-"""Layers of experts of which each process holds its share, and the way to them."""
+"""Layers of experts whose shares lie in several processes, and how tokens get there."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def mark(layer: Any, sharding: Sharding) -> None:
 
 
 def run_sharded(layer: nn.Module) -> None:
-    """Puts a forward in the place of the layer's that sends tokens to their experts."""
+    """Replaces the layer's forward by one that sends tokens to their experts."""
     forward = _stacked if is_experts(layer) else _modules
     cls = type(layer)
     layer.__class__ = type(cls.__name__, (cls,), {"forward": forward})

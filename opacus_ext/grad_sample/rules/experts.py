@@ -37,7 +37,7 @@ def grouped_linear(
 
     Args:
         x: ``[rows, in]``
-        index: the expert of each row ``[rows]``; the number of experts stands for none
+        index: the expert of each row ``[rows]``; the number of experts means no expert
         weight: ``[experts, in, out]``
         transposed: if True it is ``[experts, out, in]``, as in ``nn.Linear``
 
@@ -122,7 +122,7 @@ def experts_interface(
     """
     The ``forward`` of experts with the experts interface of transformers 5, of
     ``hidden_states [tokens, width]``, and indices and weights ``[tokens, choices]``. An
-    index that is not below the number of experts stands for none.
+    index that is not below the number of experts means no expert.
     """
     size, choices = len(layer.down_proj), top_k_index.shape[-1]
     transposed = getattr(layer, "is_transposed", False)
@@ -148,7 +148,7 @@ def experts_interface(
     rows = linear(rows, "down_proj")
     if getattr(layer, "has_post_expert_norm", False):
         rows = layer.post_expert_norm(rows)
-    # The weight of an index that stands for none may be anything.
+    # The weight of an index that means no expert may be anything.
     weights = torch.where(index < size, top_k_weights.flatten(), 0)
     rows = rows * weights.unsqueeze(-1)
     rows = rows.unflatten(0, (-1, choices)).sum(1)
@@ -171,7 +171,7 @@ def register_with(
             *args: Any,
             **kwargs: Any,
         ) -> T:
-            # Where transformers' table has no entry, the class's own forward runs.
+            # If transformers' table has no entry, the class's own forward runs.
             function = plain or type(layer).forward.__wrapped__
             is_spread = getattr(layer, "_is_expert_parallel", False)
             if is_one_a_sample(hidden_states) and not is_spread:

@@ -91,8 +91,8 @@ def _linear_of_all(
     bias: T | None = None,
 ) -> T:
     """
-    Runs all samples: vmap would take a layer that they share apart, and under autocast
-    add a bias of float32, and return float32.
+    Runs all samples at once. vmap would decompose a layer that samples share, and under
+    autocast add a bias of float32 and return float32.
     """
     if len(weight) == 1:
         if bias is None:
@@ -249,8 +249,8 @@ def group_norm(
     eps: float = 1e-5,
 ) -> T:
     """
-    Normalizes the channels of all samples as the groups of one, in torch's kernel,
-    whose gradients of scales and shifts are per-sample gradients then.
+    Normalizes the channels of all samples as if they were groups of one sample. So the
+    gradients of scales and shifts in torch's kernel are per-sample gradients.
     """
     size, _, channels = input.shape[:3]
     params = []

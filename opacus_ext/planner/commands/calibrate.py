@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from itertools import product
 
-from opacus_ext.planner import calibration
+from opacus_ext.accountants import calibration
 from opacus_ext.planner.commands.output import print_result
 from opacus_ext.progress import progress
 

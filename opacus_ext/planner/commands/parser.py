@@ -1,8 +1,8 @@
 """
 The arguments of ``opacus-ext`` and their help.
 
-The script ``opacus-ext`` loads this file by its path, so that help and wrong arguments
-are answered at once: it must import nothing but the standard library.
+opacus_ext_command.py loads this file by its path, so that help and wrong arguments are
+answered at once. Therefore it imports nothing but the standard library.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import argparse
 import math
 import os
 from functools import partial
+from pathlib import Path
 from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tuple
 
 EPILOG = {
@@ -110,7 +111,7 @@ OPTIONS = {
 --physical-batch-size=32 whole 1         ; examples that fit into memory at once
 --steps                whole-range 1     ; T, bounds
 --device-flops         number 1 1e30     ; FLOP/s of a device at its peak: tells hours
---utilization,--utilisation number >0 1  ; share of it that private training has, or 0.3
+--utilization          number >0 1      ; share of it that private training has, or 0.3
 --price                number >0 1e9     ; of a device hour: tells what a run costs
 --devices=1            whole 1 1e9       ; that share the work
 --trials               whole 2 1e4       ; tells the noise if the best of them is chosen
@@ -264,6 +265,7 @@ def build_parser() -> argparse.ArgumentParser:
     """The parser of ``opacus-ext``; parsed arguments name their command."""
     raw: Any = dict(formatter_class=argparse.RawDescriptionHelpFormatter)
     parser = argparse.ArgumentParser(prog="opacus-ext", epilog=EPILOG[None], **raw)
+    parser.add_argument("--version", action="version", version=_version())
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, text in COMMANDS.items():
         about: Any = dict(help=text, description=text, epilog=EPILOG[name])
@@ -274,6 +276,12 @@ def build_parser() -> argparse.ArgumentParser:
         sub.add_argument("--json", action="store_true", help="print JSON")
         sub.set_defaults(parser=sub)
     return parser
+
+
+def _version() -> str:
+    """The version of the package, read from its text."""
+    text = Path(__file__).parents[2].joinpath("__init__.py").read_text(encoding="utf-8")
+    return "opacus-ext " + text.split('__version__ = "')[1].split('"')[0]
 
 
 def parse(argv: Optional[Sequence[str]] = None) -> argparse.Namespace:

@@ -1,9 +1,9 @@
-#!/usr/bin/env python
 """
-The command ``opacus-ext``.
+The command ``opacus-ext``, which pip installs by this file's function :func:`main`.
 
-Importing opacus_ext imports torch and Opacus, which takes seconds. So the parser is
-loaded by its path, and what needs no torch is run without the packages' own imports.
+Importing opacus_ext imports torch and Opacus, which takes seconds. Therefore this
+module stands beside the package, loads the parser by its path, and runs what needs no
+torch without the packages' own imports.
 """
 
 import sys
@@ -12,6 +12,7 @@ from pathlib import Path
 
 
 def load_parser():
+    """Returns the module of the command's arguments, without importing its package."""
     package = find_spec("opacus_ext")
     if package is None:
         sys.exit(f"opacus-ext: error: no opacus_ext is installed for {sys.executable}")
@@ -24,12 +25,13 @@ def load_parser():
 
 
 def import_bare(*packages):
-    """Packages as folders of modules: what they import themselves is left out."""
+    """Imports packages as folders of modules, without what they import themselves."""
     for name in packages:
         sys.modules[name] = module_from_spec(find_spec(name))
 
 
-if __name__ == "__main__":
+def main():
+    """Runs ``opacus-ext`` with the arguments of the process; returns its status."""
     parser = load_parser()
     arguments = parser.parse()
     if not parser.needs_torch(arguments):
@@ -37,4 +39,8 @@ if __name__ == "__main__":
         import_bare("opacus_ext", *subpackages, "prv_accountant")
     from opacus_ext.planner.commands.main import run
 
-    sys.exit(run(arguments))
+    return run(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

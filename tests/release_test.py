@@ -1,0 +1,48 @@
+"""What a release says of itself; ``make dist`` builds one and tries it."""
+
+import configparser
+import re
+import runpy
+from pathlib import Path
+
+import pytest
+
+import opacus_ext
+
+ROOT = Path(__file__).parents[1]
+LINK = re.compile(r"\]\(([^)#\s]+)")
+
+
+@pytest.fixture(scope="module")
+def setup():
+    """The names of setup.py, which builds nothing when it is imported."""
+    return runpy.run_path(str(ROOT / "setup.py"))
+
+
+def test_links_on_pypi(setup):
+    """All are absolute, and each leads to a file that is there."""
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    text, address = setup["absolute_links"](readme), setup["ADDRESS"]
+    links = LINK.findall(text)
+    assert links and all(re.match("https?://", link) for link in links)
+    inside = [link for link in links if link.startswith(f"{address}/blob/main/")]
+    assert len(inside) > 50
+    for link in inside:
+        assert (ROOT / link.removeprefix(f"{address}/blob/main/")).exists(), link
+
+
+def test_the_version_stands_once():
+    """Where setup.cfg and ``opacus-ext --version`` read it, and in the changelog."""
+    settings = configparser.ConfigParser()
+    settings.read(ROOT / "setup.cfg")
+    assert settings["metadata"]["version"] == "attr: opacus_ext.__version__"
+    changelog = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    assert (
+        re.findall(r"^## \[?(\d[\d.]*)", changelog, re.M)[0] == opacus_ext.__version__
+    )
+
+
+def test_the_changelog_can_be_read():
+    """By a user: it is short, and has lines of a screen's width."""
+    lines = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8").splitlines()
+    assert len(lines) <= 150 and max(map(len, lines)) <= 120
