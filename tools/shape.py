@@ -36,8 +36,8 @@ class Limit(NamedTuple):
 #: of the tests; 8.0 a line, 12 conditionals, 25 comprehensions, 4 %, 6 letters.
 LIMITS = {
     "opacus_ext/grad_sample": Limit(94000, 8.0, 10, 24, 3.9, 5.8, 138),
-    "opacus_ext": Limit(212500, 8.1, 19, 31, 2.4, 5.4, 447),
-    "tests": Limit(306900, 10.5, 14, 40, 0.9, 4.4, 17),
+    "opacus_ext": Limit(211700, 8.1, 19, 31, 2.4, 5.4, 447),
+    "tests": Limit(305400, 10.5, 14, 40, 0.9, 4.4, 17),
 }
 #: Of parts that have no other limits.
 TOKENS = {"opacus_ext/planner": 26800, "opacus_ext/re_attention": 15710}

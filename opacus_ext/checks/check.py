@@ -272,7 +272,7 @@ def _compare_batches(subject: Subject, report: PerSampleGradientReport) -> None:
     first, last = subject.batch, len(subject.losses) - 1
     other = rows_of(first, [0, last if last > 1 else 0], last + 1)
 
-    def first_sample(*batches: Any) -> List[T]:
+    def first_sample(*batches: object) -> List[T]:
         """What the last of these batches gives, in a new model."""
         model = subject.model()
         loss = [subject.run(model, batch) for batch in batches][-1][0]

@@ -41,7 +41,7 @@ def _calls(
         name = f"{path or 'the model'} ({type(module).__name__})"
         module.register_forward_pre_hook(lambda *_, name=name: opened.append(name))
 
-        def end(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        def end(_: nn.Module, args: tuple, kwargs: dict, output: object) -> None:
             name = opened.pop()
             calls[name, numbers[name]] = _copies((args, kwargs)), _copies(output)
             numbers[name] += 1
@@ -51,7 +51,7 @@ def _calls(
     return calls
 
 
-def _copies(value: Any) -> Tensors:
+def _copies(value: object) -> Tensors:
     return [x.detach().clone() for x in tree_leaves(value) if isinstance(x, T)]
 
 

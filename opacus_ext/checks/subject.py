@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any, Callable, List, Optional, Sequence, Union
 
 import torch
+from opacus import PrivacyEngine
 from torch import nn
 
 from opacus_ext.losses import PerSample
@@ -185,14 +186,19 @@ class PrivateStep:
     Steps of SGD as a model trains them after ``make_private``.
 
     Args:
-        engine: a ``PrivacyEngine``
+        engine: whose steps they are
         model: is trained
         loss_fn: takes a model and a batch, returns losses ``[B]``
         **options: of ``make_private``
     """
 
     def __init__(
-        self, engine: Any, model: nn.Module, loss_fn: LossFn, lr: float, **options: Any
+        self,
+        engine: PrivacyEngine,
+        model: nn.Module,
+        loss_fn: LossFn,
+        lr: float,
+        **options: Any,
     ):
         self.params = [p for p in model.parameters() if p.requires_grad]
         self._loss_fn = loss_fn
