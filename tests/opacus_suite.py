@@ -19,14 +19,9 @@ OTHERWISE = {
     "PrivacyEngineValidationTest::test_custom_linear_hooks": _FALLBACK,
     "PrivacyEngineValidationTest::test_extra_param_hooks_requires_grad": _FALLBACK,
     "PrivacyEngineValidationTest::test_unsupported_hooks": _FALLBACK,
-    "GradientAccumulationTest::test_grad_sample_accumulation": "p.grad, the gradient "
-    "of the whole batch, is not computed beside p.grad_sample",
-    "GradientAccumulationTestFunctorch::test_grad_sample_accumulation": "the same",
     "PrivacyEngineTextTest::test_make_private_with_epsilon": _BATCH_FIRST,
     "PrivacyEngineTextTestFunctorch::test_make_private_with_epsilon": _BATCH_FIRST,
     "PrivacyEngineTextHooksTest::test_make_private_with_epsilon": _BATCH_FIRST,
-    "Embedding_bag_test::test_input_across_dims": "inputs with offsets need take=",
-    "RNN_test::test_rnn": "packed sequences need take=",
     "ModuleValidator_test::test_is_valid_non_learnable_bn": "a BatchNorm without scale "
     "and shift mixes samples as any other",
     "PrivacyEngineSecureModeTest::test_global_seed": "noise has a generator of its own,"
