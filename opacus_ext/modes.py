@@ -108,6 +108,7 @@ def refuse_unfit(
         own_criterion: True for an engine with a criterion of its own
     """
     mode = find_mode(grad_sample_mode)
+    grad_sample_mode = _SAME.get(grad_sample_mode, grad_sample_mode)
     _refuse_sharded(module, grad_sample_mode, clipping, own_criterion)
     if mode is None:
         _refuse_trained_as_is(module, grad_sample_mode)
