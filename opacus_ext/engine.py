@@ -53,6 +53,12 @@ from opacus_ext.supported import Run, kind_of, refuse
 
 INDEPENDENT = "independent"  # noise of each step
 
+# Opacus's own methods. registry.py puts others in their place, which call those of the
+# class below, so that super() would come back to it.
+_init = opacus.PrivacyEngine.__init__
+_make_private = opacus.PrivacyEngine.make_private
+_make_private_with_epsilon = opacus.PrivacyEngine.make_private_with_epsilon
+
 
 class PrivacyEngine(opacus.PrivacyEngine):
     """
@@ -75,7 +81,7 @@ class PrivacyEngine(opacus.PrivacyEngine):
         with warnings.catch_warnings():
             if secure_mode:  # Opacus would warn that it is off
                 warnings.filterwarnings("ignore", message="Secure RNG turned off")
-            super().__init__(accountant=accountant)
+            _init(self, accountant=accountant)
         if secure_mode:  # Opacus's own needs torchcsprng
             self.secure_mode, self.secure_rng = True, SecureSource()
 
@@ -138,12 +144,7 @@ class PrivacyEngine(opacus.PrivacyEngine):
         Raises:
             Refused: for what can't be trained exactly, or not with these arguments
         """
-        if not hasattr(opacus.PrivacyEngine, "privacy_statement"):
-            raise Refused(
-                "opacus_ext.unregister() has undone what opacus_ext.PrivacyEngine "
-                "needs.",
-                remedy="Call opacus_ext.register(), or take opacus.PrivacyEngine.",
-            )
+        self._begin()
         given: Dict[str, Any] = dict(
             optimizer=optimizer,
             criterion=criterion,
@@ -175,9 +176,10 @@ class PrivacyEngine(opacus.PrivacyEngine):
             loader = loader_of(sampling, place, data_loader, batch_first, rand_on_empty)
         # Then the model is changed.
         with _put_back_if_it_fails(self, module, by_hand, is_new):
-            made = super().make_private(module=module, data_loader=loader, **given)
+            made = _make_private(self, module=module, data_loader=loader, **given)
             losses = criterion, loss_reduction
             made = self._with_criterion(made, grad_sample_mode, *losses, **kwargs)
+            self._refuse_others_model(module, made[0], grad_sample_mode)
             if is_new:
                 common.set_options(module, take, shared, on_nonfinite)
             _attach(module, made, by_hand, on_nonfinite)
@@ -212,7 +214,8 @@ class PrivacyEngine(opacus.PrivacyEngine):
         if isinstance(noise, Banded):
             sampling = cyclic(sampling, noise.bands, loader)
         if sampling is None:
-            made = super().make_private_with_epsilon(
+            made = _make_private_with_epsilon(
+                self,
                 target_epsilon=target_epsilon,
                 target_delta=target_delta,
                 epochs=epochs,
@@ -267,10 +270,12 @@ class PrivacyEngine(opacus.PrivacyEngine):
             return (mode.module if wrap_model else mode.hooks)(module, **options)
         known = {name: getattr(module, name) for name in options}
         if type(module) is not mode.module or known != options:
-            raise ValueError(
+            raise Refused(
                 f"Pre-existing {type(module).__name__} doesn't match new arguments: it "
                 f"has {known}, and asked for are {options} and "
-                f"grad_sample_mode={grad_sample_mode!r}. Pass the model itself."
+                f"grad_sample_mode={grad_sample_mode!r}.",
+                parameter="module",
+                remedy="Pass the model itself.",
             )
         return module
 
@@ -332,6 +337,14 @@ class PrivacyEngine(opacus.PrivacyEngine):
 
     # -- parts of make_private ---------------------------------------------------------
 
+    @staticmethod
+    def _begin() -> None:
+        """Prepares transformers by what registry.py has put here; refuses if nothing"""
+        raise Refused(
+            "opacus_ext.unregister() has undone what opacus_ext.PrivacyEngine needs.",
+            remedy="Call opacus_ext.register(), or take opacus.PrivacyEngine.",
+        )
+
     def _refuse_unsupported(
         self, module: nn.Module, noise: Union[str, Banded], mode: str, clipping: Any
     ) -> None:
@@ -385,6 +398,19 @@ class PrivacyEngine(opacus.PrivacyEngine):
         if _place_of(module) is not None and poisson_sampling:
             return Poisson(sample_rate=1 / len(data_loader))
         return None
+
+    def _refuse_others_model(self, module: nn.Module, first: Any, mode: str) -> None:
+        """Refuses what a subclass has made of the model without our method."""
+        if find_mode(mode) is None or common.private_model_of(module) is not None:
+            return
+        raise Refused(
+            f"_prepare_model of {type(self).__name__} has made a "
+            f"{type(first).__name__} of Opacus, and grad_sample_mode={mode!r} is of "
+            "opacus_ext.",
+            module=type(module).__name__,
+            remedy="Let it call super()._prepare_model, or train with what it makes "
+            "without make_private.",
+        )
 
     def _with_criterion(
         self,

@@ -195,9 +195,9 @@ def _check_prepared(optimizer: Any) -> None:
 def tell_of_samplers(engine: PrivacyEngine, module: nn.Module, mode: str) -> None:
     """
     Warns once that samplers which users have registered are not used in a mode of this
-    package, naming their layers. Mode "functorch" has never used any.
+    package, naming their layers. Modes "functorch" and "ew" have never used any.
     """
-    if mode == "functorch":
+    if mode in ("functorch", "ew"):
         return
     tables = [GradSampleHooks.GRAD_SAMPLERS]
     # Only the ghost modes look for norm samplers.

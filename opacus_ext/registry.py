@@ -38,10 +38,11 @@ _extended = False  # True if transformers has our experts and attention
 
 
 def _entries() -> List[Tuple[Any, str, Any]]:
-    """Returns what is replaced or added in Opacus: owners, names and new values."""
+    """Returns what is replaced or added: owners, names and new values."""
     engine, validator = opacus.PrivacyEngine, ModuleValidator
     return [
         *((engine, name, _by_ours(name)) for name in _METHODS.split()),
+        (PrivacyEngine, "_begin", staticmethod(extend_transformers)),
         (validator, "validate", classmethod(validators.validate)),
         (validator, "fix", classmethod(validators.fix)),
         (opacus.utils.batch_memory_manager, "BatchSplittingSampler", Splits),
@@ -130,14 +131,12 @@ def _extended_class(kind: Any) -> type:
 def _by_ours(name: str) -> Callable:
     """Makes the method of Opacus's engine that calls ours of the same name."""
     ours = getattr(PrivacyEngine, name)
-    stock = vars(opacus.PrivacyEngine).get(name)
 
-    @functools.wraps(stock or ours)
+    @functools.wraps(getattr(opacus.PrivacyEngine, name, ours))
     def method(self: opacus.PrivacyEngine, *args: Any, **kwargs: Any) -> Any:
-        extend_transformers()
-        if stock is not None and isinstance(self, PrivacyEngine):
-            return stock(self, *args, **kwargs)
-        return ours(view_of(self, _extended_class(type(self))), *args, **kwargs)
+        if not isinstance(self, PrivacyEngine):
+            self = view_of(self, _extended_class(type(self)))
+        return ours(self, *args, **kwargs)
 
     return method
 

@@ -427,11 +427,22 @@ class Of(PrivacyEngine):
         return 1 + super().get_epsilon(delta)
 
 
-class _OfOurs(Of, opacus_ext.PrivacyEngine):
+class OfOurs(Of, opacus_ext.PrivacyEngine):
     pass
 
 
-@pytest.mark.parametrize("kind", [Of, _OfOurs])
+class ByName(Of):
+    """It calls Opacus's methods by name, not by super()."""
+
+    def make_private(self, **kwargs):
+        self.called.append("make_private")
+        return PrivacyEngine.make_private(self, **kwargs)
+
+    def get_epsilon(self, delta):
+        return 1 + PrivacyEngine.get_epsilon(self, delta)
+
+
+@pytest.mark.parametrize("kind", [Of, OfOurs, ByName])
 @pytest.mark.parametrize("with_epsilon", [True, False])
 def test_an_engine_of_a_user(kind, with_epsilon):
     """Its methods run once each; what they and ours set is the engine's own."""
@@ -455,9 +466,21 @@ def test_an_engine_of_a_user(kind, with_epsilon):
         made[1].step()
         made[1].zero_grad()
     assert sum(n for *_, n in engine.accountant.history) == len(made[-1])
+    assert made[1].loop is not None and made[1].run is not None
     spent = engine.get_epsilon(1e-5)
     statement = engine.privacy_statement(1e-5).content
     assert spent == pytest.approx(1 + statement["epsilon"])
+
+
+def test_an_engine_of_a_user_that_makes_opacus_s_own_model():
+    class Own(PrivacyEngine):
+        def _prepare_model(self, module, **kwargs):
+            return GradSampleModule(module)
+
+    model = nn.Linear(3, 2)
+    with pytest.raises(opacus_ext.Refused, match="_prepare_model of Own"):
+        _of(model, "hooks", engine=Own())
+    assert not model._forward_hooks and not hasattr(model.weight, "grad_sample")
 
 
 def test_the_engine_without_the_registry(unregistered):
