@@ -67,7 +67,6 @@ from opacus_ext.optimizers.optimizer import (
     optimizer_class,
 )
 from opacus_ext.private_torch import is_batched, take_checkpoints
-from opacus_ext.re_attention import transformers
 from opacus_ext.refused import Refused
 from opacus_ext.statement import privacy_statement
 
@@ -154,13 +153,13 @@ def unregister() -> None:
     _extended = False
 
 
-_extended = False  # True if transformers has our experts and attention
+_extended = False  # True if transformers has our experts
 
 
 def extend_transformers() -> None:
     """
-    Adds "re_attention" and the experts of samples that run at once to transformers, if
-    it has been imported. ``make_private`` calls it again. Idempotent.
+    Adds the experts of samples that run at once to transformers, if it has been
+    imported. ``make_private`` calls it again. Idempotent.
     """
     global _extended
     if _extended or "transformers.modeling_utils" not in sys.modules:
@@ -168,7 +167,6 @@ def extend_transformers() -> None:
     _extended = True
     functions = import_module("transformers.integrations.moe").ALL_EXPERTS_FUNCTIONS
     _undo.append(experts.register_with(functions, is_batched))
-    transformers.register(_add)
 
 
 def _replace(place: Any, name: str, new: Any) -> None:

@@ -105,16 +105,9 @@ def test_nothing_is_left_behind():
 def test_transformers_models_are_measured():
     from transformers import LlamaConfig, LlamaModel
 
-    model = LlamaModel(
-        LlamaConfig(
-            vocab_size=20,
-            hidden_size=16,
-            intermediate_size=16,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-        )
-    ).eval()
+    sizes = dict(vocab_size=20, hidden_size=16, intermediate_size=16)
+    heads = dict(num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
+    model = LlamaModel(LlamaConfig(**sizes, **heads)).eval()
     ids = torch.randint(0, 20, (2, 5))
     found = attention_mass(model, ids, ids < 10)
     model.set_attn_implementation("eager")

@@ -7,13 +7,12 @@ from torch.nn import functional as F
 
 from opacus_ext.re_attention import moments
 from opacus_ext.re_attention.moments import Moments
+from tests.re_attention.common import D
 
-D = torch.float64
 ACTIVATIONS = {
     # How far below and above the variance, in units of the input's.
     "relu": (F.relu, 4.1e-4, 4.1e-4),
     "gelu": (F.gelu, 0.0183, 0.00112),
-    "silu": (F.silu, 0.0282, 0.0282),
 }
 
 
@@ -47,12 +46,22 @@ def test_activations(name):
     f, below, above = ACTIVATIONS[name]
     for std in (1e-2, 0.5, 2.11, 30.0):
         means = (-1.73, 0.0, 0.4, -2.5 * std, 1.2 * std, 4 * std)
-        got = getattr(moments, name)(
-            Moments(torch.tensor(means, dtype=D), torch.tensor([std**2], dtype=D))
-        )
+        mean = torch.tensor(means, dtype=D)[:, None]
+        variance = torch.full_like(mean, std**2)
+        got = getattr(moments, name)(Moments(mean, variance))
         for mean, variance in zip(means, got):
             exact = by_integral(f, mean, std)
             assert -below * std**2 <= float(variance) - exact <= above * std**2
+
+
+@pytest.mark.parametrize("std, relu", [(0.01, 3.4e-5), (0.1, 3.4e-3), (1.0, 0.3408)])
+def test_table_3(std, relu):
+    """Of the paper, whose second argument is a standard deviation."""
+    x = Moments(torch.zeros(1, dtype=D), torch.tensor([std**2], dtype=D))
+    assert float(moments.relu(x)) == pytest.approx(relu, rel=0.005)
+    # What the paper samples for GELU, where it takes ReLU's moments.
+    sampled = {0.01: 2.5e-5, 0.1: 2.57e-3, 1.0: 0.3467}[std]
+    assert float(moments.gelu(x)) == pytest.approx(sampled, rel=0.05)
 
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
@@ -60,23 +69,27 @@ def test_one_number_a_token(name):
     """The mean over the width; zero without error; not below zero anywhere."""
     f = getattr(moments, name)
     mean, variance = torch.randn(3, 5, 8, dtype=D), torch.rand(3, 5, 1, dtype=D)
-    alone = torch.stack(
-        [
-            f(Moments(*x))
-            for x in zip(
-                mean.flatten()[:, None], variance.expand(3, 5, 8).flatten()[:, None]
-            )
-        ]
-    )
-    got = f(Moments(mean, variance))
-    torch.testing.assert_close(got, alone.view(3, 5, 8).mean(-1, keepdim=True))
-    same = f(Moments(mean, variance.expand(3, 5, 8)))
-    torch.testing.assert_close(got, same)
+    wide = variance.expand(3, 5, 8)
+    alone = f(Moments(mean[..., None], wide[..., None]))[..., 0]
+    for given in (variance, wide):
+        got = f(Moments(mean, given))
+        torch.testing.assert_close(got, alone.mean(-1, keepdim=True))
     assert not f(Moments(mean, 0 * variance)).any()
     for size in (1e-30, 1e30):
         found = f(Moments(mean * size, variance * size))
         assert bool((found >= 0).all() & found.isfinite().all())
     assert f(Moments(mean.bfloat16(), variance.bfloat16())).dtype == torch.float32
+
+
+def test_linear():
+    """Lemma D.1, exactly: products of independent factors."""
+    mean, variance = torch.randn(4, 3, dtype=D), torch.rand(4, 1, dtype=D)
+    weight, noise, offset = torch.randn(2, 3, dtype=D), *torch.rand(2, dtype=D)
+    got = moments.linear(Moments(mean, variance), weight, noise, offset)
+    for token, out in torch.cartesian_prod(torch.arange(4), torch.arange(2)):
+        m, w, s = mean[token], weight[out], variance[token, 0]
+        second = (m**2 + s) * (w**2 + noise) - m**2 * w**2  # E[X^2] E[Y^2] - E[XY]^2
+        torch.testing.assert_close(got[token, out], second.sum() + offset)
 
 
 @pytest.mark.parametrize("width, tolerance", [(16, 0.015), (64, 0.012)])
@@ -131,15 +144,22 @@ def test_attention_some_queries_at_a_time(causal, monkeypatch):
         Moments(torch.randn(2, 2, 7, 4, dtype=D), torch.rand(2, 2, 7, 1, dtype=D))
         for _ in range(3)
     )
-    logits = q.mean @ k.mean.mT / 2
-    if causal:
-        logits = logits.masked_fill(~torch.ones(7, 7).bool().tril(), -torch.inf)
-    weights = torch.softmax(logits, -1)
-    out = weights @ v.mean
-    whole = moments.attention(q, k, v, weights, out, 0.5)
-    for chunk in (1 << 24, 7 * 4 * 3, 1):
-        monkeypatch.setattr(moments, "_CHUNK_IN_CACHE", chunk)
-        got = moments.attention_variance(
-            *(q, k, v), mask=None, causal=causal, scale=None, out=out
-        )
-        torch.testing.assert_close(got.own, whole)
+    correction = torch.rand(2, 2, 7, 1, dtype=D)
+    right = correction.mT * q.mean.square().sum(-1, keepdim=True) / 8
+    logits = q.mean @ k.mean.mT / 2 - right
+    seen = torch.ones(7, 7, dtype=torch.bool).tril() if causal else torch.ones(7) > 0
+    mask = torch.rand(2, 1, 1, 7) > 0.3
+    mask[..., 0] = True
+    for given in (None, mask, torch.randn(2, 1, 7, 7, dtype=D)):
+        hidden = logits
+        if given is not None:
+            hidden = logits + (given if given.dtype == D else given.log())
+        weights = torch.softmax(hidden.masked_fill(~seen, -torch.inf), -1)
+        out = weights @ v.mean
+        whole = moments.attention(q, k, v, weights, out, 0.5)
+        for chunk in (1 << 24, 7 * 4 * 3, 1):
+            monkeypatch.setattr(moments, "_CHUNK_IN_CACHE", chunk)
+            got = moments.attention_variance(
+                *(q, k, v, out, correction, given, causal), 0.5
+            )
+            torch.testing.assert_close(got, whole)
