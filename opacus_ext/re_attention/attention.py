@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from operator import itemgetter
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -214,14 +212,12 @@ class SelfAttention(Propagating):
 
     def propagate(self, x: Uncertain, mask: Tensor | None = None) -> Uncertain:
         """Computes the output, and the variance of its error."""
-        split = x.through(self.qkv).moved(self._heads)
-        q, k, v = (split.moved(itemgetter(part)) for part in range(3))
+        # [B, T, 3 * width] -> three of [B, heads, T, width / heads]
+        q, k, v = x.through(self.qkv).parts(
+            lambda z: z.unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        )
         if mask is not None and mask.dim() == 2:
             mask = mask[:, None, None, :]
         dropout = self.dropout * self.training
         out = re_attention(q, k, v, mask, dropout, self.causal)
         return out.moved(lambda z: z.transpose(1, 2).flatten(2)).through(self.proj)
-
-    def _heads(self, qkv: Tensor) -> Tensor:
-        """[B, T, 3 * width] -> [3, B, heads, T, width / heads]"""
-        return qkv.unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)

@@ -127,7 +127,7 @@ class Uncertain:
         assert self.variance is not None
         return Moments(self.value, token(self.variance))
 
-    def moved(self, move: Callable[[Tensor], Tensor]) -> Uncertain:
+    def moved(self, move: Callable) -> Uncertain:
         """
         Applies a function that moves elements and changes none, to value and variance.
 
@@ -136,10 +136,14 @@ class Uncertain:
             >>> x.moved(lambda tensor: tensor.transpose(0, 1)).value.shape
             torch.Size([3, 2, 8])
         """
+        return self.parts(lambda tensor: [move(tensor)])[0]
+
+    def parts(self, split: Callable) -> list[Uncertain]:
+        """Takes value and variance apart, as by ``chunk``."""
         if self.variance is None:
-            return Uncertain(move(self.value))
-        variance = move(self.variance.expand(self.value.shape))
-        return Uncertain(move(self.value), variance, self.errors)
+            return [Uncertain(value) for value in split(self.value)]
+        both = split(self.value), split(self.variance.expand(self.value.shape))
+        return [Uncertain(*pair, self.errors) for pair in zip(*both)]
 
     def __add__(self, other: Any) -> Uncertain:
         """Adds another uncertain value: their errors are taken to be independent."""
@@ -241,7 +245,7 @@ class Propagating(nn.Module):
 
     def propagate(self, x: Uncertain, *args: Any, **kwargs: Any) -> Uncertain:
         """Computes the output and the variance of its error; a subclass defines it."""
-        raise NotImplementedError(type(self).__name__)
+        raise NotImplementedError
 
     def forward(self, x: Any, *args: Any, **kwargs: Any) -> Any:
         """Computes an output tensor of a tensor; see :meth:`Uncertain.through`."""
