@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -79,22 +78,6 @@ def test_formula(where, is_causal, sizes):
 
 
 @every_place
-def test_empty_and_equal(where):
-    """Nothing to correct on the logits; the scores all become smaller."""
-    for sizes in ({"batch": 0}, {"queries": 0}):
-        q, k, v, variance = some(**sizes)
-        out = corrected_attention(q.requires_grad_(), k, v, variance, where=where)
-        out.sum().backward()
-        assert out.shape == q.grad.shape == q.shape
-    q, k, v, variance = some()
-    got = corrected_attention(q, k, v, torch.full_like(variance, 5.0), where=where)
-    size = torch.exp(-q.square().sum(-1, keepdim=True) * 5 / 8)
-    plain = F.scaled_dot_product_attention(q, k, v)
-    expected = plain if where == "logits" else plain * size
-    torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
-
-
-@every_place
 @pytest.mark.parametrize("huge, start", [(26.0**2, 2), (1e6, 2), (1e6, 0)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_huge_variances(where, huge, start, dtype):
@@ -111,55 +94,39 @@ def test_huge_variances(where, huge, start, dtype):
 
 
 @every_place
-def test_dropout(where):
-    """Weights are dropped and the rest made larger: the mean is attention."""
-    q, k, v, variance = some(batch=1, heads=1, dtype=torch.float32)
-    exact = formula(q, k, v, variance, None, where)
-    wide = [x.expand(4000, *x.shape[1:]) for x in (q, k, v)]
-    got = corrected_attention(*wide, variance, dropout_p=0.3, where=where)
-    assert float(got.std(0).max()) > 0.05
-    torch.testing.assert_close(got.mean(0), exact[0], rtol=0.1, atol=0.1)
-
-
-@every_place
-@pytest.mark.parametrize("kind", ["bool", "-inf"])
-def test_who_sees_nothing_gets_nothing(where, kind):
+def test_who_sees_nothing_gets_nothing(where):
     """scaled_dot_product_attention does so, too; no gradient becomes NaN."""
     *qkv, variance = some()
-    qkv = [x.requires_grad_() for x in qkv]
-    mask = torch.tensor([[False] * 5, [True] * 5])[:, None, None]
-    mask = mask if kind == "bool" else mask.to(D).log()
-    out = corrected_attention(*qkv, variance, mask, where=where)
-    out.square().sum().backward()
-    assert not out[0].any() and out[1].all()
-    for x in qkv:
-        assert x.grad.isfinite().all() and not x.grad[0].any()
+    seen = torch.tensor([[False] * 5, [True] * 5])[:, None, None]
+    # A boolean mask, and one that is added.
+    for mask in (seen, added(seen)):
+        leaves = [x.requires_grad_() for x in qkv]
+        out = corrected_attention(*leaves, variance, mask, where=where)
+        assert not out[0].any() and out[1].all()
+        for grad in torch.autograd.grad(out.square().sum(), leaves):
+            assert grad.isfinite().all() and not grad[0].any()
 
 
 class Largest(TorchDispatchMode):
-    """The most elements that an operation has made, by its name."""
+    """The most elements of a tensor that an operation has made."""
 
-    def __init__(self):
-        super().__init__()
-        self.made = {}
+    names, most = "", 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
+        self.names += str(func)
         for x in tree_leaves(out):
-            if isinstance(x, torch.Tensor):
-                self.made[str(func)] = max(self.made.get(str(func), 0), x.numel())
+            self.most = max(self.most, getattr(x, "numel", int)())
         return out
 
 
 def test_memory_is_linear():
     """No [T, U] tensor, as the kernel makes none: it is flash attention still."""
-    length, width = 512, 16
-    q, k, v, variance = some(1, 2, length, length, width, dtype=torch.float32)
+    q, k, v, variance = some(1, 2, 512, 512, 16, dtype=torch.float32)
     with Largest() as seen:
         out = corrected_attention(q.requires_grad_(), k, v, variance, is_causal=True)
         out.sum().backward()
-    assert any("flash" in name for name in seen.made), seen.made
-    assert max(seen.made.values()) < length * length, seen.made
+    assert "flash" in seen.names and seen.most < 512 * 512
 
 
 @every_place
@@ -181,19 +148,14 @@ def test_re_attention(where, cap):
 @every_place
 def test_self_attention(where):
     """A token that is masked has no influence, be the model tracked or not."""
-    for noise in (None, 0.125):
-        model, x = SelfAttention(8, 2).double(), torch.randn(2, 5, 8, dtype=D)
-        if noise:
-            tracker = track(model, noise=noise, where=where)
-        mask = torch.tensor([[1, 1, 0, 1, 0], [0, 1, 1, 1, 1]]).bool()
-        got = model(x, mask)
-        alone = model(x[:1, mask[0]])
+    model, x = SelfAttention(8, 2).double(), torch.randn(2, 5, 8, dtype=D)
+    tracker = track(model, where=where)
+    mask = torch.tensor([[1, 1, 0, 1, 0], [0, 1, 1, 1, 1]]).bool()
+    square = mask[:, None, None, :] & torch.ones(2, 1, 5, 1, dtype=torch.bool)
+    for tracker.enabled in (True, False):
+        got, alone = model(x, mask), model(x[:1, mask[0]])
         torch.testing.assert_close(got[:1, mask[0]], alone, rtol=1e-10, atol=1e-10)
-        square = mask[:, None, None, :] & torch.ones(2, 1, 5, 1, dtype=torch.bool)
         torch.testing.assert_close(model(x, square), got, rtol=1e-12, atol=1e-12)
-        if noise:
-            tracker.enabled = False
-            assert not torch.allclose(model(x, mask), got, rtol=1e-6)
 
 
 def test_arguments():

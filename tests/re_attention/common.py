@@ -16,7 +16,7 @@ def optimizer_of(model, noise=0.1, c=1.0, batch=1):
     """An optimizer by hand whose averaged gradients have noise of std ``noise``."""
     trained = [p for p in model.parameters() if p.requires_grad]
     return DPOptimizer(
-        torch.optim.SGD(trained, lr=0.1),
+        torch.optim.SGD([*trained, torch.zeros(1)], lr=0.1),
         noise_multiplier=noise * batch / c,
         max_grad_norm=c,
         expected_batch_size=batch,

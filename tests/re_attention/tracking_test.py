@@ -196,23 +196,6 @@ def test_empty_batch(mode):
     assert not any(g.any() for g in in_mode(mode, True, dpformer(), *args).values())
 
 
-@every_mode
-def test_autocast(mode):
-    """The correction costs no precision, as variances are in float32."""
-
-    def loss(model, ids):
-        with torch.autocast("cpu", torch.bfloat16):
-            out = model(ids)
-        return square_loss(lambda _: out.double(), ids)
-
-    model, ids, rest = dpformer(), sequences(), (1e3, 0.1, some_shares())
-    got = in_mode(mode, True, copy.deepcopy(model).float(), ids, loss, *rest)
-    wide = in_mode(mode, True, model, ids, square_loss, *rest)
-    for name, g in got.items():
-        gap = (g.double() - wide[name]).norm() / wide[name].norm()
-        assert float(gap) < 0.15, name
-
-
 def test_processes(tmp_path):
     """As alone in a distributed wrapper; shards are refused."""
     meet = f"file://{tmp_path}/meet"
@@ -262,9 +245,8 @@ def test_state_dict(tmp_path):
         dpformer().load_state_dict(state)
     with pytest.raises(Refused, match="save its state_dict"):
         torch.save(third, tmp_path / "model.pt")
-    tracker.detach()
-    assert set(model.state_dict()) == names
     # what was saved untracked can be loaded by who tracks
+    tracker.detach()
     third.load_state_dict(model.state_dict())
 
 
@@ -272,23 +254,15 @@ def test_state_dict(tmp_path):
 def test_resume(mode, tmp_path):
     """Training goes on from a checkpoint as if it had not been interrupted."""
 
-    def training(seeds, shift=0.0, **load):
+    def training(seeds, path=None):
         model = dpformer()
-        private = make_private(
-            model,
-            mode,
-            batch_size=4,
-            noise_multiplier=0.5,
-            dataset=TensorDataset(sequences(8)),
-            optimizer=torch.optim.Adam(model.parameters(), lr=0.05),
-        )
+        settings = dict(batch_size=4, dataset=TensorDataset(sequences(8)))
+        private = make_private(model, mode, **settings, noise_multiplier=0.5)
         parts = dict(module=private.module, optimizer=private.optimizer)
         opacus_ext.track_errors(*parts.values(), some_shares())
-        with torch.no_grad():
-            for p in model.parameters():
-                p.add_(shift)
-        if load:
-            private.engine.load_checkpoint(**parts, **load)
+        if path:
+            nn.init.zeros_(model.position.weight)  # what is loaded replaces it
+            private.engine.load_checkpoint(path=path, repeat_noise=True, **parts)
         for seed in seeds:
             torch.manual_seed(seed)
             private.step(sequences(4), square_loss)
@@ -296,9 +270,8 @@ def test_resume(mode, tmp_path):
 
     *_, model = training(range(4))
     engine, parts, _ = training(range(2))
-    path = tmp_path / "c.pt"
-    engine.save_checkpoint(path=path, **parts)
-    *_, resumed = training(range(2, 4), 1.0, path=path, repeat_noise=True)
+    engine.save_checkpoint(path=tmp_path / "c.pt", **parts)
+    *_, resumed = training(range(2, 4), tmp_path / "c.pt")
     for (name, p), q in zip(model.named_parameters(), resumed.parameters()):
         assert torch.equal(p, q), name
 
@@ -311,25 +284,22 @@ def test_evaluation():
     before = [set(vars(part)) for part in model.modules()]
     plain = model(ids)
     tracker = track(model, some_shares())
-    out = model(ids)
+    out, again = model(ids), copy.deepcopy(model)
     assert torch.equal(model.head(model.encode(ids)), out)
     assert ModuleValidator.validate(model, strict=True) == []
-    assert torch.equal(model.eval()(ids), out)
     for context in (torch.no_grad, torch.inference_mode):
         with context():
-            torch.testing.assert_close(model(ids), out, rtol=1e-12, atol=1e-12)
+            torch.testing.assert_close(model.eval()(ids), out, rtol=1e-12, atol=0)
     tracker.evaluate = False
     assert torch.equal(model(ids), plain)
-    again = copy.deepcopy(model.train())
     assert torch.equal(again(ids), out) and not torch.equal(out, plain)
+    # A copy follows the tracker, and stays as it is where the model is detached.
     tracker.enabled = False
-    assert torch.equal(again(ids), plain) and torch.equal(model(ids), plain)
+    assert torch.equal(again(ids), plain)
     tracker.enabled = True
     tracker.detach()
-    assert torch.equal(model(ids), plain) and torch.equal(again(ids), out)
+    assert torch.equal(model.train()(ids), plain) and torch.equal(again(ids), out)
     assert [set(vars(part)) for part in model.modules()] == before
-    track(model, some_shares())
-    assert torch.equal(model(ids), out)
 
 
 @every_mode
@@ -337,56 +307,52 @@ def test_noise_is_followed(mode):
     """A schedule of the noise multiplier or the clipping norm; none is none."""
     model, ids = dpformer(), sequences()
     plain = model(ids).detach()
-    private = make_private(
-        model, mode, batch_size=4, noise_multiplier=1.0, max_grad_norm=1.0
-    )
+    private = make_private(model, mode, batch_size=4, noise_multiplier=1.0)
     tracker = opacus_ext.track_errors(private.module, private.optimizer, EMBEDDED)
     assert tracker_of(private.module) is tracker_of(model) is tracker
-    outs = []
-    for noise in (1.0, 0.5, 0.0, 1.0):
+    for noise in (1.0, 0.5, 0.0):
         private.optimizer.noise_multiplier = noise
-        outs.append(model(ids).detach())
         error = float(tracker.errors()["position.weight"])
-        assert error == pytest.approx(noise / 4)
-        assert float(model.state_dict()["re_attention.noise"]) == noise / 4
-    assert torch.equal(outs[0], outs[3]) and not torch.equal(outs[0], outs[1])
-    torch.testing.assert_close(outs[2], plain, rtol=1e-12, atol=1e-12)
+        assert error == noise / 4 == float(model.state_dict()["re_attention.noise"])
+        gap = float((model(ids) - plain).abs().max())
+        assert gap > 1e-6 if noise else gap < 1e-12
+    private.optimizer.noise_multiplier = 1.0
     model.requires_grad_(False)  # what is frozen later errs no more
     assert not any(e.any() for e in tracker.errors().values())
     torch.testing.assert_close(model(ids), plain, rtol=1e-12, atol=1e-12)
-    model.requires_grad_(True)
-    assert torch.equal(model(ids), outs[0])
 
 
 # Refusals
 
 
-def test_bad_arguments():
-    model = dpformer()
-    for options, message in (
-        ({"where": "keys"}, "where must be one of"),
-        ({"cap": 0.0}, "cap must be positive or None"),
-        ({"shares": torch.ones(7)}, "7 shares belong to one embedding"),
-        ({"shares": torch.zeros(10)}, "No share of embedding.weight is positive"),
-        ({"shares": {"embed": torch.ones(10)}}, r"shares for \['embed'\]"),
-        ({"shares": {"embedding.weight": torch.ones(3)}}, "needs 10 shares"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            track(model, **options)
-        assert tracker_of(model) is None  # it can be tried again
-    with pytest.raises(Refused, match="SGD adds no noise"):
-        opacus_ext.track_errors(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    with pytest.raises(Refused, match="Sequential: it does not state how errors pass"):
-        track(nn.Sequential(model))
-    track(model)
-    with pytest.raises(ValueError, match="tracked already"):
-        track(model)
+BAD = [
+    ({"where": "keys"}, "where must be one of"),
+    ({"cap": 0.0}, "cap must be positive or None"),
+    ({"shares": torch.ones(7)}, "7 shares belong to one embedding"),
+    ({"shares": torch.zeros(10)}, "No share of embedding.weight is positive"),
+    ({"model": nn.Sequential()}, "Sequential: it does not state how errors pass it"),
+]
+
+
+@pytest.mark.parametrize("options, message", BAD)
+def test_bad_arguments(options, message):
+    model = options.get("model", dpformer())
+    with pytest.raises(ValueError, match=message):
+        track(**{"model": model, **options})
+    assert tracker_of(model) is None  # it can be tried again
+
+
+def test_refused():
     model, x = Residual(nn.Linear(8, 8)), torch.randn(1, 3, 8)
     tracker = track(model)
     with pytest.raises(Refused, match="Residual: .* no attention that is corrected"):
         model(x)
+    with pytest.raises(ValueError, match="tracked already"):
+        track(model)
     tracker.detach()
     model(x)
+    with pytest.raises(Refused, match="SGD adds no noise"):
+        opacus_ext.track_errors(model, torch.optim.SGD(model.parameters(), lr=0.1))
 
 
 def test_a_part_by_itself():
