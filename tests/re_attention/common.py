@@ -12,19 +12,15 @@ from opacus_ext.re_attention.propagation import Errors
 D = torch.float64
 
 
-def optimizer_of(model, noise=0.1, c=1.0, batch=1):
-    """An optimizer by hand whose averaged gradients have noise of std ``noise``."""
-    trained = [p for p in model.parameters() if p.requires_grad]
-    return DPOptimizer(
-        torch.optim.SGD([*trained, torch.zeros(1)], lr=0.1),
-        noise_multiplier=noise * batch / c,
-        max_grad_norm=c,
-        expected_batch_size=batch,
-    )
-
-
 def track(model, shares=None, noise=0.1, **options):
-    return track_errors(model, optimizer_of(model, noise), shares, **options)
+    """Tracks the errors of a model whose averaged gradients have a known noise."""
+    optimizer = DPOptimizer(
+        torch.optim.SGD([*model.parameters(), torch.zeros(1)], lr=0.1),
+        noise_multiplier=noise,
+        max_grad_norm=1.0,
+        expected_batch_size=1,
+    )
+    return track_errors(model, optimizer, shares, **options)
 
 
 def dpformer(heads=1, **options):

@@ -9,8 +9,6 @@ import warnings
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from opacus.accountants import GaussianAccountant, PRVAccountant, RDPAccountant
 from torch import nn
 
@@ -129,22 +127,18 @@ def test_private_shares_without_noise_are_exact():
     torch.testing.assert_close(got, expected, atol=1e-5, rtol=0)
 
 
-@given(
-    users=st.lists(
-        st.lists(st.integers(0, 9), min_size=1, max_size=12), min_size=1, max_size=5
-    ),
-    length=st.integers(1, 6),
-)
-def test_one_user_moves_the_release_by_its_sensitivity_at_most(users, length):
-    """The release without noise moves by its sensitivity at most."""
+@pytest.mark.parametrize("length", range(1, 7))
+def test_one_user_moves_the_release_by_its_sensitivity_at_most(length):
+    """The release without noise: the counts, and the number of sequences."""
 
     def counts(data):
         shares = exact(data, 10, max_tokens=length, padding_idx=None)
         return torch.cat([shares * len(data), torch.tensor([float(len(data))])])
 
-    data = [torch.tensor(ids) for ids in users]
-    gap = counts(data) - counts(data[1:])
-    assert float(gap.norm()) <= math.sqrt(length + 1) + 1e-4
+    for _ in range(20):
+        data = torch.randint(0, 10, (4, 12))
+        gap = counts(data) - counts(data[1:])
+        assert float(gap.norm()) <= math.sqrt(length + 1) + 1e-4
 
 
 def test_private_noise_has_the_promised_deviation():

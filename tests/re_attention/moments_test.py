@@ -52,49 +52,30 @@ def test_table_3(std, relu, gelu):
 
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
-def test_one_number_a_token(name):
-    """The mean over the width; zero without error; not below zero anywhere."""
-    f = getattr(moments, name)
+def test_extremes(name):
+    """Zero without error; finite, and not below zero, anywhere."""
     mean, variance = torch.randn(5, 8, dtype=D), torch.rand(5, 1, dtype=D)
-    alone = f(Moments(mean[..., None], variance.expand(5, 8)[..., None]))[..., 0]
-    got = f(Moments(mean, variance))
-    torch.testing.assert_close(got, alone.mean(-1, keepdim=True))
     for size in (0.0, 1e-30, 1e30):
-        found = f(Moments(mean, variance * size))
+        found = getattr(moments, name)(Moments(mean, variance * size))
         assert bool((found >= 0).all() & found.isfinite().all())
         assert size or not found.any()
 
 
-def test_linear():
-    """Lemma D.1, exactly: products of independent factors."""
-    mean, variance = torch.randn(4, 3, dtype=D), torch.rand(4, 1, dtype=D)
-    weight, noise, offset = torch.randn(2, 3, dtype=D), *torch.rand(2, dtype=D)
-    got = moments.linear(Moments(mean, variance), weight, noise, offset)
-    for token, out in torch.cartesian_prod(torch.arange(4), torch.arange(2)):
-        m, w, s = mean[token], weight[out], variance[token, 0]
-        second = (m**2 + s) * (w**2 + noise) - m**2 * w**2  # E[X^2] E[Y^2] - E[XY]^2
-        torch.testing.assert_close(got[token, out], second.sum() + offset)
-
-
-@pytest.mark.parametrize("width, tolerance", [(16, 0.015), (64, 0.012)])
+@pytest.mark.parametrize("width", [16, 64])
 @pytest.mark.parametrize("size", [0.03, 1.0, 30.0])
-@pytest.mark.parametrize("norm", ["layer_norm", "rms_norm"])
-def test_norms_against_sampling(norm, width, tolerance, size):
+@pytest.mark.parametrize("centered", [True, False])
+def test_norms_against_sampling(centered, width, size):
     """With errors in weight and bias; the tolerance leaves room for the draws."""
     mean = torch.randn(4, 1, width, dtype=D)
     variance = (size * (1 + torch.rand(4, 1, 1, dtype=D))) ** 2
-    weight, bias = torch.rand(width, dtype=D) + 0.5, torch.randn(width, dtype=D)
+    weight, s = torch.rand(width, dtype=D) + 0.5, torch.tensor(0.09, dtype=D)
     x = mean + variance.sqrt() * torch.randn(4, 20000, width, dtype=D)
-    w, b = (y + 0.3 * torch.randn(20000, width, dtype=D) for y in (weight, bias))
-    s = torch.tensor(0.09, dtype=D)
-    if norm == "rms_norm":
-        y = F.rms_norm(x, (width,), eps=1e-5) * w
-        got = moments.norm(Moments(mean, variance), weight, 1e-5, s, centered=False)
-    else:
-        y = F.layer_norm(x, (width,)) * w + b
-        got = moments.norm(Moments(mean, variance), weight, 1e-5, s, s)
+    w, b = (y + 0.3 * torch.randn(20000, width, dtype=D) for y in (weight, 0))
+    norm = F.layer_norm if centered else F.rms_norm
+    y = norm(x, (width,), eps=1e-5) * w + b
+    got = moments.norm(Moments(mean, variance), weight, 1e-5, s, s, centered)
     expected = y.var(1, keepdim=True).mean(-1, keepdim=True)
-    torch.testing.assert_close(got, expected, rtol=tolerance + 0.01, atol=0)
+    torch.testing.assert_close(got, expected, rtol=0.025, atol=0)
 
 
 @pytest.mark.parametrize("source", "qkv")
@@ -128,22 +109,18 @@ def test_attention_some_queries_at_a_time(causal, monkeypatch):
         Moments(torch.randn(2, 2, 7, 4, dtype=D), torch.rand(2, 2, 7, 1, dtype=D))
         for _ in range(3)
     )
-    correction = torch.rand(2, 2, 7, 1, dtype=D)
-    right = correction.mT * q.mean.square().sum(-1, keepdim=True) / 8
-    logits = q.mean @ k.mean.mT / 2 - right
-    seen = torch.ones(7, 7, dtype=torch.bool).tril() if causal else torch.ones(7) > 0
-    mask = torch.rand(2, 1, 1, 7) > 0.3
-    mask[..., 0] = True
-    for given in (None, mask, torch.randn(2, 1, 7, 7, dtype=D)):
-        hidden = logits
-        if given is not None:
-            hidden = logits + (given if given.dtype == D else given.log())
-        weights = torch.softmax(hidden.masked_fill(~seen, -torch.inf), -1)
-        out = weights @ v.mean
-        whole = moments.attention(q, k, v, weights, out, 0.5)
+    correction, mask = k.variance / 2, torch.rand(2, 1, 1, 7) > 0.3
+    mask[..., 0] = True  # a query sees the first key, and none behind it if causal
+    seen = mask & (torch.ones(7, 7).tril() > 0) if causal else mask
+    logits = q.mean @ k.mean.mT / 2
+    logits = logits - correction.mT * q.mean.square().sum(-1, keepdim=True) / 8
+    weights = torch.softmax(logits.masked_fill(~seen, -torch.inf), -1)
+    out = weights @ v.mean
+    expected = moments.attention(q, k, v, weights, out, 0.5)
+    # A boolean mask, and one that is added.
+    for given in (mask, mask.to(D).log()):
         for chunk in (1 << 24, 7 * 4 * 3, 1):
             monkeypatch.setattr(moments, "_CHUNK_IN_CACHE", chunk)
-            got = moments.attention_variance(
-                *(q, k, v, out, correction, given, causal), 0.5
-            )
-            torch.testing.assert_close(got, whole)
+            rest = out, correction, given, causal, 0.5
+            found = moments.attention_variance(q, k, v, *rest)
+            torch.testing.assert_close(found, expected)
