@@ -78,16 +78,15 @@ def test_formula(where, is_causal, sizes):
 
 
 @every_place
-@pytest.mark.parametrize("huge, start", [(26.0**2, 2), (1e6, 2), (1e6, 0)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_huge_variances(where, huge, start, dtype):
+def test_huge_variances(where, dtype):
     """A token that hardly ever occurs: exp(|q|^2 sigma^2 / 2d) is beyond any float."""
     q, k, v, variance = some(dtype=torch.float32)
-    variance[:, :, start:] = huge
+    variance[:, :, 2:] = 1e6
     q, k, v = (x.to(dtype).requires_grad_() for x in (q, k, v))
     out = corrected_attention(q, k, v, variance, where=where)
-    out.float().square().sum().backward()
-    assert all(x.isfinite().all() for x in (out, q.grad, k.grad, v.grad))
+    grads = torch.autograd.grad(out.float().square().sum(), (q, k, v))
+    assert all(x.isfinite().all() for x in (out, *grads))
     expected = formula(*(x.double() for x in (q, k, v, variance)), None, where)
     tolerance = 1e-5 if dtype == torch.float32 else 0.03
     torch.testing.assert_close(out.double(), expected, rtol=tolerance, atol=tolerance)
@@ -158,10 +157,7 @@ def test_self_attention(where):
         torch.testing.assert_close(model(x, square), got, rtol=1e-12, atol=1e-12)
 
 
-def test_arguments():
-    model, x = SelfAttention(8, dropout=0.5, bias=False), torch.randn(2, 5, 8)
-    assert model.qkv.bias is None and not torch.equal(model(x), model(x))
-    assert torch.equal(model.eval()(x), model(x))
+def test_refused():
     with pytest.raises(ValueError, match="heads=3 must divide width=8"):
         SelfAttention(8, heads=3)
     with pytest.raises(ValueError, match="where must be .* not 'keys'"):

@@ -5,7 +5,6 @@ deviation of many parameters' moves is what ``effective_errors`` should have sai
 """
 
 import math
-import warnings
 
 import pytest
 import torch
@@ -47,7 +46,6 @@ def test_error_is_the_noise_of_an_averaged_gradient(mode, clipping):
     (error,) = effective_errors(run.module, run.optimizer).values()
     clip = 1.0 if clipping == "normalised" else 0.5
     assert float(error) == pytest.approx(1.5 * clip / 5)
-    assert gradient_noise(run.optimizer) == pytest.approx(1.5 * clip / 5)
     assert moved(run) == pytest.approx(float(error), rel=0.05)
 
 
@@ -117,16 +115,6 @@ def released(sequences, vocabulary, noise_multiplier=1e-6, **kwargs):
     return token_shares(sequences, vocabulary, **options)
 
 
-def test_private_shares_without_noise_are_exact():
-    """Only that nothing is rarer than one sequence."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        got = released(SEQUENCES, 5)
-    expected = exact(SEQUENCES, 5).clamp(min=0.25)
-    expected[0] = 0  # padding
-    torch.testing.assert_close(got, expected, atol=1e-5, rtol=0)
-
-
 @pytest.mark.parametrize("length", range(1, 7))
 def test_one_user_moves_the_release_by_its_sensitivity_at_most(length):
     """The release without noise: the counts, and the number of sequences."""
@@ -163,7 +151,7 @@ def test_private_noise_has_the_promised_deviation():
 @pytest.mark.filterwarnings("ignore:Optimal order")
 @pytest.mark.parametrize("accountant", [RDPAccountant, PRVAccountant])
 def test_the_release_costs_what_a_gaussian_mechanism_does(accountant):
-    """Alone: the exact epsilon by Balle and Wang 2018; beside a run: more than it."""
+    """The exact epsilon is by Balle and Wang 2018."""
 
     def delta(epsilon, sigma):
         phi = torch.special.ndtr
@@ -171,18 +159,13 @@ def test_the_release_costs_what_a_gaussian_mechanism_does(accountant):
         first, second = phi(torch.tensor([a - b, -a - b], dtype=torch.float64))
         return float(first - math.exp(epsilon) * second)
 
-    alone, run, both = accountant(), accountant(), accountant()
+    alone = accountant()
     released(SEQUENCES, 5, 5.0, accountant=alone)
+    # What is composed with it is read off the history.
     assert alone.history == [(5.0, 1.0, 1)]
     epsilon = alone.get_epsilon(1e-5)
     assert delta(epsilon, 5.0) <= 1e-5  # an upper bound,
     assert delta(0.85 * epsilon, 5.0) > 1e-5  # and not a loose one
-    for _ in range(50):
-        run.step(noise_multiplier=2.0, sample_rate=0.05)
-        both.step(noise_multiplier=2.0, sample_rate=0.05)
-    released(SEQUENCES, 5, 5.0, accountant=both)
-    assert both.get_epsilon(1e-5) > max(run.get_epsilon(1e-5), epsilon)
-    assert both.get_epsilon(1e-5) < run.get_epsilon(1e-5) + epsilon
 
 
 @pytest.mark.filterwarnings("ignore:GDP accounting")
