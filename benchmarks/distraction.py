@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import copy
-from typing import Any, Callable, List, NamedTuple, Optional
+from contextlib import ExitStack, contextmanager
+from typing import Any, Callable, Iterator, List, NamedTuple, Optional
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
 
-from opacus_ext.re_attention.attention import corrected_attention
+from opacus_ext.re_attention import attention
 from opacus_ext.re_attention.effective import innermost
 from opacus_ext.re_attention.tracking import tracker_of
 from opacus_ext.refused import Refused
@@ -50,45 +51,57 @@ def attention_mass(
         >>> first[0, 0]  # the first position sees only itself
         tensor(1.)
     """
-    with torch.no_grad(), _Mass(marked) as mass:
+    found: List[Tensor] = []
+    with torch.no_grad(), _measured(marked, found):
         model(ids) if forward is None else forward(model, ids)
-    if not mass.found:
+    if not found:
         raise Refused(
             f"{type(model).__name__} calls no scaled_dot_product_attention.",
             module=type(model).__name__,
             remedy="Models of transformers do after "
             'set_attn_implementation("sdpa").',
         )
-    return mass.found
+    return found
 
 
-class _Mass(TorchFunctionMode):
-    def __init__(self, marked: Tensor):
-        super().__init__()
-        self.marked = marked
-        self.found: List[Tensor] = []
+@contextmanager
+def _measured(marked: Tensor, found: List[Tensor]) -> Iterator[None]:
+    """Attention appends what marked positions get of it, mean over heads, ``[B, T]``."""
+    inside = False
 
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        out = func(*args, **kwargs)
-        if func in (F.scaled_dot_product_attention, corrected_attention):
-            names = ("query", "key", "value")
-            q, k, v = (
-                args[i] if i < len(args) else kwargs[n] for i, n in enumerate(names)
-            )
-            if self.marked.shape != (k.size(0), k.size(-2)):
+    def measure(function: Callable) -> Callable:
+        """Wraps a function that computes attention."""
+
+        def call(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any):
+            nonlocal inside
+            if inside:  # corrected attention calls the plain one
+                return function(query, key, value, *args, **kwargs)
+            if marked.shape != (key.size(0), key.size(-2)):
                 raise Refused(
-                    f"marked is {list(self.marked.shape)}, the keys are "
-                    f"{list(k.shape)}.",
+                    f"marked is {list(marked.shape)}, the keys are {list(key.shape)}.",
                     parameter="marked",
                     remedy="Mark the positions of the keys, [B, U].",
                 )
-            value = self.marked[:, None, :, None].to(v.dtype)
-            value = value.expand(*v.shape[:-1], 1)
-            rest = {n: x for n, x in kwargs.items() if n not in names}
-            mass = func(q, k, value, *args[3:], **rest)
-            self.found.append(mass.squeeze(-1).mean(1))
-        return out
+            ones = marked[:, None, :, None].to(value.dtype)
+            ones = ones.expand(*value.shape[:-1], 1)
+            inside = True
+            try:
+                mass = function(query, key, ones, *args, **kwargs)
+                found.append(mass.squeeze(-1).mean(1))
+                return function(query, key, value, *args, **kwargs)
+            finally:
+                inside = False
+
+        return call
+
+    with ExitStack() as patches:
+        for module, name in (
+            (F, "scaled_dot_product_attention"),
+            (attention, "corrected_attention"),
+        ):
+            wrapped = measure(getattr(module, name))
+            patches.enter_context(patch.object(module, name, wrapped))
+        yield
 
 
 class Distraction(NamedTuple):

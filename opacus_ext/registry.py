@@ -27,14 +27,13 @@ from opacus_ext.engine import PrivacyEngine
 from opacus_ext.grad_sample.rules import experts
 from opacus_ext.modes import MODES, Mode
 from opacus_ext.private_torch import is_batched, take_checkpoints
-from opacus_ext.re_attention import transformers
 from opacus_ext.views import view_of
 
 _METHODS = "make_private make_private_with_epsilon get_epsilon privacy_statement "
 _METHODS += "save_checkpoint load_checkpoint __init__"
 
 _undo: List[Callable[[], None]] = []
-_extended = False  # True if transformers has our experts and attention
+_extended = False  # True if transformers has our experts
 
 
 def _entries() -> List[Tuple[Any, str, Any]]:
@@ -81,8 +80,8 @@ def unregister() -> None:
 
 def extend_transformers() -> None:
     """
-    Adds "re_attention" and the experts of samples that run at once to transformers, if
-    it has been imported. ``make_private`` calls it again. Idempotent.
+    Adds the experts of samples that run at once to transformers, if it has been
+    imported. ``make_private`` calls it again. Idempotent.
     """
     global _extended
     if _extended or "transformers.modeling_utils" not in sys.modules:
@@ -90,7 +89,6 @@ def extend_transformers() -> None:
     _extended = True
     functions = import_module("transformers.integrations.moe").ALL_EXPERTS_FUNCTIONS
     _undo.append(experts.register_with(functions, is_batched))
-    transformers.register(_set)
 
 
 _MISSING = object()

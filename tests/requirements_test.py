@@ -50,7 +50,6 @@ opacus_ext.unregister()
 """
 ALLOWED = {
     "opacus_ext.lightning",
-    "opacus_ext.transformers",
     "opacus_ext.trainer",
 }
 

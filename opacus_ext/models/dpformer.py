@@ -5,13 +5,13 @@ from typing import Optional, Union
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 from opacus_ext.re_attention.attention import SelfAttention
+from opacus_ext.re_attention.propagation import Propagating, Uncertain, propagated
 from opacus_ext.refused import Refused
 
 
-class Block(nn.Module):
+class Block(Propagating):
     """
     One encoder layer: attention, then a feed-forward layer four times as wide.
 
@@ -24,14 +24,18 @@ class Block(nn.Module):
         self.attention = SelfAttention(width, heads, causal=True)
         self.norm1 = nn.LayerNorm(width)
         self.expand = nn.Linear(width, 4 * width)
+        self.relu = nn.ReLU()
         self.contract = nn.Linear(4 * width, width)
         self.norm2 = nn.LayerNorm(width)
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Returns hidden states ``[B, T, width]`` of those of the block before."""
-        x = self.norm1(x + self.dropout(self.attention(x)))
-        return self.norm2(x + self.dropout(self.contract(F.relu(self.expand(x)))))
+    def propagate(self, x: Uncertain) -> Uncertain:
+        """Computes hidden states ``[B, T, width]``, and the variance of their error."""
+        attended = x.through(self.attention).through(self.dropout)
+        x = (x + attended).through(self.norm1)
+        hidden = x.through(self.expand).through(self.relu)
+        contracted = hidden.through(self.contract).through(self.dropout)
+        return (x + contracted).through(self.norm2)
 
 
 class NextItemModel(nn.Module):
@@ -205,7 +209,7 @@ class DPFormer(NextItemModel):
         Raises:
             Refused: if a sequence is longer than ``max_len``
         """
-        batch, length = ids.shape
+        length = ids.shape[1]
         if length > self.position.num_embeddings:
             raise Refused(
                 f"A sequence of {length} items is longer than "
@@ -213,12 +217,18 @@ class DPFormer(NextItemModel):
                 parameter="ids",
                 remedy="Cut it to its latest items, or build the model for more.",
             )
+        return propagated(self, ids)
+
+    def propagate(self, ids: Uncertain) -> Uncertain:
+        """Computes hidden states of ids, and the variance of their error."""
         # Expanded to [B, T], so that each sample has its own gradient for a position.
-        positions = torch.arange(length, device=ids.device).expand(batch, length)
-        scale = math.sqrt(self.embedding.embedding_dim)
-        x = self.dropout(self.embedding(ids) * scale + self.position(positions))
+        batch, length = ids.value.shape
+        positions = torch.arange(length, device=ids.value.device).expand(batch, length)
+        x = ids.through(self.embedding) * math.sqrt(self.embedding.embedding_dim)
+        x = x + ids.known(positions).through(self.position)
+        x = x.through(self.dropout)
         for block in self.blocks:
-            x = block(x)
+            x = x.through(block)
         return x
 
 

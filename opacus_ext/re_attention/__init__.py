@@ -5,18 +5,16 @@ from opacus_ext.re_attention.effective import (
     gradient_noise,
     token_shares,
 )
-from opacus_ext.re_attention.propagation import Propagation
-from opacus_ext.re_attention.rules import register_propagation
+from opacus_ext.re_attention.propagation import Propagating, Uncertain, propagated
 from opacus_ext.re_attention.tracking import ErrorTracker, track_errors
-from opacus_ext.re_attention.variances import Variance
 
 __all__ = [
     "ErrorTracker",
-    "Propagation",
-    "Variance",
+    "Propagating",
+    "Uncertain",
     "effective_errors",
     "gradient_noise",
-    "register_propagation",
+    "propagated",
     "token_shares",
     "track_errors",
 ]

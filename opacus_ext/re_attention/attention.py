@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Optional, Tuple
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.overrides import handle_torch_function, has_torch_function
 
-from opacus_ext.re_attention.moments import Moments, attention_variance
-from opacus_ext.re_attention.passes import TrackedPass, active, is_corrected
-from opacus_ext.re_attention.variances import Lost, quietly
+from opacus_ext.re_attention.moments import attention_variance, wide
+from opacus_ext.re_attention.propagation import Propagating, Uncertain, quietly
 from opacus_ext.refused import Refused
 
 
@@ -20,10 +16,10 @@ def corrected_attention(
     key: Tensor,
     value: Tensor,
     variance: Tensor,
-    attn_mask: Optional[Tensor] = None,
+    attn_mask: Tensor | None = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
-    scale: Optional[float] = None,
+    scale: float | None = None,
     where: str = "logits",
 ) -> Tensor:
     """
@@ -69,32 +65,22 @@ def corrected_attention(
         >>> corrected_attention(q, k, v, noisy, where="scores")
         tensor([[0.5000, 0.1839]])
     """
-    given = query, key, value
-    if where == "scores" and has_torch_function(given):
-        # For who measures attention: there is no scaled_dot_product_attention in it.
-        rest = attn_mask, dropout_p, is_causal, scale, where
-        return handle_torch_function(
-            corrected_attention, given, *given, variance, *rest
-        )
     scale = query.size(-1) ** -0.5 if scale is None else scale
-    wide = torch.promote_types(query.dtype, torch.float32)
+    dtype = torch.promote_types(query.dtype, torch.float32)
     # [*, T, 1] and [*, U, 1]; scale times their product is the correction.
-    left = query.to(wide).square().sum(-1, keepdim=True) * (scale / 2)
-    right = variance.detach().to(wide).expand(*key.shape[:-1], 1)
+    left = query.to(dtype).square().sum(-1, keepdim=True) * (scale / 2)
+    right = variance.detach().to(dtype).expand(*key.shape[:-1], 1)
     if is_causal and (attn_mask is not None or where == "scores"):
         attn_mask, is_causal = _causal(query, key, attn_mask), False
     if where == "scores":
-        logits = (query @ key.mT).to(wide) * scale
+        logits = (query @ key.mT).to(dtype) * scale
         correction = torch.exp(-scale * left @ right.mT)
-        if attn_mask is None:
-            weights = torch.softmax(logits, -1) * correction
-        else:
-            # Who sees no key gets 0, as from scaled_dot_product_attention.
-            seen = attn_mask
-            if seen.dtype != torch.bool:
-                logits, seen = logits + attn_mask, attn_mask != -torch.inf
-            logits = logits.masked_fill(~seen, torch.finfo(wide).min)
-            weights = (torch.softmax(logits, -1) * correction).masked_fill(~seen, 0)
+        seen = logits.new_ones((), dtype=torch.bool) if attn_mask is None else attn_mask
+        if seen.dtype != torch.bool:
+            logits, seen = logits + seen, seen != -torch.inf
+        logits = logits.masked_fill(~seen, torch.finfo(dtype).min)
+        # Who sees no key gets 0, as from scaled_dot_product_attention.
+        weights = (torch.softmax(logits, -1) * correction).masked_fill(~seen, 0)
         return F.dropout(weights, dropout_p).to(value.dtype) @ value
     if where != "logits":
         raise Refused(
@@ -118,7 +104,7 @@ def corrected_attention(
     return out[..., :width]
 
 
-def _causal(query: Tensor, key: Tensor, mask: Optional[Tensor]) -> Tensor:
+def _causal(query: Tensor, key: Tensor, mask: Tensor | None) -> Tensor:
     """A mask that is causal as well."""
     shape = query.size(-2), key.size(-2)
     seen = torch.ones(shape, dtype=torch.bool, device=query.device).tril()
@@ -129,140 +115,57 @@ def _causal(query: Tensor, key: Tensor, mask: Optional[Tensor]) -> Tensor:
     return mask.masked_fill(~seen, -torch.inf)
 
 
-def errors_of(
-    key: Tensor, module: Optional[nn.Module]
-) -> Optional[Tuple[TrackedPass, Tensor]]:
-    """The pass that tracks errors and the keys' variance; None if none does."""
-    mode = active()
-    if mode is not None:
-        return mode, mode.key_variance(key, module)
-    if module is not None and is_corrected(id(module), module.training):
-        raise Refused(
-            f"{type(module).__name__}: attention {list(key.shape)} is computed outside "
-            "of the model's forward pass, where errors are not tracked.",
-            module=type(module).__name__,
-            remedy="Call the model itself.",
-        )
-    return None
-
-
 def re_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Optional[Tensor] = None,
+    query: Uncertain,
+    key: Uncertain,
+    value: Uncertain,
+    attn_mask: Tensor | None = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
-    scale: Optional[float] = None,
-    enable_gqa: bool = False,
-    *,
-    module: Optional[nn.Module] = None,
-) -> Tensor:
+    scale: float | None = None,
+) -> Uncertain:
     """
     ``scaled_dot_product_attention``, corrected where the model's errors are tracked.
 
-    Inside a model of which :func:`opacus_ext.track_errors` tracks the errors it is
-    :func:`corrected_attention` with the variances of these very keys; anywhere else it
-    is plain attention.
+    For the method ``propagate`` of a module. Errors of the keys are those of
+    :class:`~opacus_ext.re_attention.Uncertain`.
 
     Args:
         query: ``[*, H, T, d]``
         key: ``[*, H, U, d]``
         value: ``[*, H, U, e]``
-        attn_mask, dropout_p, is_causal, scale, enable_gqa: as for
-            ``scaled_dot_product_attention``
-        module: the module that computes this attention, for messages
+        attn_mask, dropout_p, is_causal, scale: as for ``scaled_dot_product_attention``
 
     Returns:
-        ``[*, H, T, e]``
-
-    Raises:
-        Refused: if the errors of the keys can't be tracked; it names the operation
+        ``[*, H, T, e]``, and its variance ``[*, H, T, 1]``
 
     Example:
-        >>> x = torch.randn(1, 2, 5, 4)
-        >>> re_attention(x, x, x, is_causal=True).shape
+        >>> x = Uncertain(torch.randn(1, 2, 5, 4))
+        >>> re_attention(x, x, x, is_causal=True).value.shape
         torch.Size([1, 2, 5, 4])
     """
-    errors = errors_of(key, module)
+    values, errors = (query.value, key.value, value.value), key.errors
+    rest = attn_mask, dropout_p, is_causal
     if errors is None:
-        return F.scaled_dot_product_attention(
-            query,
-            key,
-            value,
-            attn_mask,
-            dropout_p,
-            is_causal,
-            scale=scale,
-            enable_gqa=enable_gqa,
+        out = F.scaled_dot_product_attention(*values, *rest, scale=scale)
+        return Uncertain(out)
+    errors.corrected += 1
+    scale = query.value.size(-1) ** -0.5 if scale is None else scale
+    moments = query.moments(), key.moments(), value.moments()
+    correction = moments[1].variance
+    if errors.cap is not None:
+        with quietly(key.value):
+            size = wide(key.value).square().mean(-1, keepdim=True)
+            correction = torch.minimum(correction, errors.cap * size)
+    out = corrected_attention(*values, correction, *rest, scale, errors.where)
+    with quietly(out):
+        variance = attention_variance(
+            *moments, out, correction, attn_mask, is_causal, scale
         )
-    return attend(query, key, value, attn_mask, dropout_p, is_causal, scale, errors)
+    return Uncertain(out, variance, errors)
 
 
-def attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Optional[Tensor],
-    dropout_p: float,
-    is_causal: bool,
-    scale: Optional[float],
-    errors: Tuple[TrackedPass, Tensor],
-) -> Tensor:
-    """:func:`re_attention` with the errors at hand; notes those of the output."""
-    mode, variance = errors
-    tracker = mode.tracker
-    repeats = query.size(-3) // max(key.size(-3), 1)
-    queries, values = mode.token(query), mode.token(value)
-    mode.paused = True
-    try:
-        if repeats > 1:  # a group of queries has one key
-            key = key.repeat_interleave(repeats, -3)
-            value = value.repeat_interleave(repeats, -3)
-            variance = _repeat_heads(variance, repeats)
-        bounded = variance
-        if tracker.cap is not None:
-            size = key.detach().to(variance.dtype).square().mean(-1, keepdim=True)
-            bounded = torch.minimum(variance, tracker.cap * size)
-        out = corrected_attention(
-            query,
-            key,
-            value,
-            bounded,
-            attn_mask,
-            dropout_p,
-            is_causal,
-            scale,
-            where=tracker.where,
-        )
-    finally:
-        mode.paused = False
-    for each in (queries, values):
-        if isinstance(each, Lost):
-            mode.table.set(out, each)
-            return out
-    with quietly(query):
-        made = attention_variance(
-            Moments(query.detach(), queries),
-            Moments(key.detach(), variance),
-            Moments(value.detach(), _repeat_heads(values, repeats)),
-            mask=attn_mask,
-            causal=is_causal,
-            scale=scale,
-            out=out.detach(),
-            correction=bounded,
-        )
-    mode.table.set(out, made)
-    return out
-
-
-def _repeat_heads(variance: Tensor, repeats: int) -> Tensor:
-    """The variance of keys, or values, that are repeated for a group of queries."""
-    one = repeats == 1 or variance.dim() < 3 or variance.size(-3) == 1
-    return variance if one else variance.repeat_interleave(repeats, -3)
-
-
-class SelfAttention(nn.Module):
+class SelfAttention(Propagating):
     """
     Multi-head self-attention that Re-Attention corrects.
 
@@ -277,6 +180,12 @@ class SelfAttention(nn.Module):
 
     Raises:
         Refused: if ``heads`` does not divide ``width``
+
+    Shape:
+        - x: ``[B, T, width]``
+        - mask: boolean, which tokens take part, ``[B, T]``, or which a token sees,
+          broadcastable to ``[B, heads, T, T]``; by default all
+        - output: ``[B, T, width]``
 
     Example:
         >>> attention = SelfAttention(8, heads=2, causal=True)
@@ -301,24 +210,14 @@ class SelfAttention(nn.Module):
         self.qkv = nn.Linear(width, 3 * width, bias)
         self.proj = nn.Linear(width, width, bias)
 
-    def forward(self, x: Tensor, mask: Optional[Tensor] = None) -> Tensor:
-        """
-        Args:
-            x: ``[B, T, width]``
-            mask: boolean, which tokens take part, ``[B, T]``, or which a token sees,
-                broadcastable to ``[B, heads, T, T]``
-
-        Returns:
-            ``[B, T, width]``
-        """
-        width = self.proj.in_features // self.heads
+    def propagate(self, x: Uncertain, mask: Tensor | None = None) -> Uncertain:
+        """Computes the output, and the variance of its error."""
         # [B, T, 3 * width] -> three of [B, heads, T, width / heads]
-        q, k, v = (
-            z.reshape(*z.shape[:-1], self.heads, width).transpose(1, 2)
-            for z in self.qkv(x).chunk(3, dim=-1)
+        q, k, v = x.through(self.qkv).parts(
+            lambda z: z.unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
         )
         if mask is not None and mask.dim() == 2:
             mask = mask[:, None, None, :]
-        dropout = self.dropout if self.training else 0.0
-        out = re_attention(q, k, v, mask, dropout, self.causal, module=self)
-        return self.proj(out.transpose(1, 2).flatten(2))
+        dropout = self.dropout * self.training
+        out = re_attention(q, k, v, mask, dropout, self.causal)
+        return out.moved(lambda z: z.transpose(1, 2).flatten(2)).through(self.proj)

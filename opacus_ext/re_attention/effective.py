@@ -4,9 +4,11 @@ Source: "DPFormer: Learning Differentially Private Transformer on Long-Tailed Da
 section 5.2.1 and appendix C.
 """
 
+from __future__ import annotations
+
 import math
 import warnings
-from typing import Any, Dict, List, Mapping, Optional, Sequence, Union
+from typing import Any, Mapping, Sequence
 
 import torch
 from opacus.distributed import DifferentiallyPrivateDistributedDataParallel as DPDDP
@@ -63,8 +65,8 @@ def gradient_noise(optimizer: Any) -> float:
 
 
 def effective_errors(
-    model: nn.Module, optimizer: Any, shares: Optional[Mapping[str, Tensor]] = None
-) -> Dict[str, Tensor]:
+    model: nn.Module, optimizer: Any, shares: Mapping[str, Tensor] | None = None
+) -> dict[str, Tensor]:
     """
     The effective error (a standard deviation) of every parameter of a model.
 
@@ -160,11 +162,11 @@ def token_shares(
     vocabulary: int,
     *,
     source: str,
-    max_tokens: Optional[int] = None,
-    noise_multiplier: Optional[float] = None,
+    max_tokens: int | None = None,
+    noise_multiplier: float | None = None,
     accountant: Any = None,
-    padding_idx: Optional[int] = 0,
-    generator: Union[None, torch.Generator, SecureSource] = None,
+    padding_idx: int | None = 0,
+    generator: torch.Generator | SecureSource | None = None,
 ) -> Tensor:
     """
     p_i: the share of *sequences* that contain token i, ``[vocabulary]``.
@@ -283,7 +285,7 @@ def _record(accountant: Any, noise_multiplier: float) -> None:
         raise
 
 
-def _distinct(ids: Tensor, padding_idx: Optional[int]) -> List[int]:
+def _distinct(ids: Tensor, padding_idx: int | None) -> list[int]:
     """The distinct tokens of a sequence, by their last occurrence."""
     latest = list(dict.fromkeys(reversed(torch.as_tensor(ids).tolist())))
     return [token for token in reversed(latest) if token != padding_idx]

@@ -1,4 +1,4 @@
-"""Variances through activations, norms and attention, one number a token.
+"""Variances behind linear layers, activations, norms and attention.
 
 Source: "DPFormer: Learning Differentially Private Transformer on Long-Tailed Data",
 section 5.2.2 and appendix D, with its formulas corrected and, where it is silent
@@ -8,8 +8,8 @@ section 5.2.2 and appendix D, with its formulas corrected and, where it is silen
   on their distribution: whatever distribution comes out of a layer, the next one sees a
   Gaussian with its mean and variance (the paper's moment matching).
 - A variance broadcasts to its mean: ``[B, T, width]``, or one number a token,
-  ``[B, T, 1]``. The variances returned are means over the width, ``[*, 1]``; those of
-  a tensor of one dimension are of its elements.
+  ``[B, T, 1]``. The variances returned are means over the width, ``[*, 1]``, unless a
+  function says otherwise.
 - The values of the forward pass are taken for the means, as in the paper. Where errors
   are larger than the signal, they are not: the true mean after a LayerNorm shrinks, the
   value doesn't, and later variances come out too small (down to a quarter after two
@@ -25,14 +25,12 @@ errors behind a layer.
 from __future__ import annotations
 
 import math
-from functools import partial
-from typing import NamedTuple, Optional
+from typing import NamedTuple, Sequence
 
 import torch
 from torch import Tensor
 
 from opacus_ext.grad_sample.core.vmap import whole
-from opacus_ext.re_attention.variances import Variance, last_mean, squares, wide
 
 
 class Moments(NamedTuple):
@@ -41,9 +39,48 @@ class Moments(NamedTuple):
     mean: Tensor
     variance: Tensor
 
+    def at(self, tokens: slice) -> Moments:
+        """Selects tokens; the variance has as many as the mean."""
+        return Moments(self.mean[..., tokens, :], self.variance[..., tokens, :])
+
+
+def wide(x: Tensor) -> Tensor:
+    """Detaches a tensor, and converts it to float32 if it is narrower."""
+    return x.detach().to(torch.promote_types(x.dtype, torch.float32))
+
+
+def token(variance: Tensor) -> Tensor:
+    """Returns the mean over the last dimension, ``[*, 1]``."""
+    return variance if variance.size(-1) == 1 else variance.mean(-1, keepdim=True)
+
 
 def _wide(x: Moments) -> Moments:
     return Moments(wide(x.mean), wide(x.variance))
+
+
+def _squares(x: Tensor) -> Tensor:
+    """Returns the sum of squares over the last dimension, ``[*, 1]``."""
+    return torch.linalg.vector_norm(x, dim=-1, keepdim=True).square()
+
+
+def linear(
+    x: Moments, weight: Tensor, weight_variance: Tensor, bias_variance: Tensor | None
+) -> Tensor:
+    """
+    The variance of each output of a linear layer, ``[*, out]``.
+
+    Lemma D.1, with the sum over inputs that equation 5.5 leaves out: s_w and s_b are
+    the variances of weight and bias, s and m those and the values of the n inputs:
+
+        Var[y_j] = s (sum_i W_ji^2 + n s_w) + s_w sum_i m_i^2 + s_b
+    """
+    mean, variance = _wide(x)
+    noise = weight_variance.mean()
+    gain = wide(weight).square().sum(-1) + weight.size(-1) * noise
+    own = _squares(mean) * noise
+    if bias_variance is not None:
+        own = own + bias_variance.mean()
+    return own + token(variance) * gain
 
 
 # Least-maximum fits, highest power first. The first: logit of Var[relu(t + z)]. The
@@ -52,12 +89,12 @@ _RELU_FIT = (0.08099547, -0.0902245, 1.77563086, -0.66070619)
 _PHI_FIT = (0.07056, 0.0, 1.5976, 0.0)
 
 
-def _cubic(t: Tensor, a3: float, a2: float, a1: float, a0: float) -> Tensor:
-    constant = partial(torch.full, (), dtype=t.dtype, device=t.device)
-    y = torch.add(constant(a2), t, alpha=a3)
-    for a in (a1, a0):
-        y = torch.addcmul(constant(a), y, t)
-    return y
+def _fitted(t: Tensor, coefficients: Sequence[float]) -> Tensor:
+    """Returns the logistic function of a polynomial in ``t``."""
+    total = torch.zeros_like(t)
+    for coefficient in coefficients:
+        total = total * t + coefficient
+    return total.sigmoid()
 
 
 def relu(x: Moments) -> Tensor:
@@ -75,10 +112,7 @@ def relu(x: Moments) -> Tensor:
     """
     m, s = _wide(x)
     t = m * s.clamp(min=torch.finfo(s.dtype).tiny).rsqrt()
-    share = _cubic(t, *_RELU_FIT).sigmoid_()
-    if s.size(-1) > 1 or s.dim() < 2:
-        return last_mean(share.mul_(s))
-    return share.mean(-1, keepdim=True) * s
+    return token(_fitted(t, _RELU_FIT) * s)
 
 
 def gelu(x: Moments) -> Tensor:
@@ -102,40 +136,18 @@ def gelu(x: Moments) -> Tensor:
     root = total.sqrt()
     a = (m / root).clamp(-40.0, 40.0)
     phi = torch.exp(-0.5 * a * a) / math.sqrt(2 * math.pi)
-    first = torch.addcmul(_cubic(a, *_PHI_FIT).sigmoid_(), a, phi / total)
+    first = _fitted(a, _PHI_FIT) + a * phi / total
     second = phi * (1 + (1 - a.square()) / total) / root
-    return _two_terms(s, first, second)
-
-
-def silu(x: Moments) -> Tensor:
-    """
-    The variance after SiLU, x S(x) with S the logistic function: the two terms of
-    :func:`gelu` with S in the place of Phi and S' = S (1 - S) in that of phi. The
-    logistic distribution has the variance pi^2 / 3; 3.05 in its place has the least
-    error, 0.0281 s^2 for all means and all s from 1e-4 to 1000.
-    """
-    m, s = _wide(x)
-    total = 1 + s / 3.05
-    root = total.sqrt()
-    a = m / root
-    share = torch.sigmoid(a)
-    slope = share * (1 - share)
-    first = share + a * slope / total
-    second = slope * (1 + (1 + a * (1 - 2 * share)) / total) / root
-    return _two_terms(s, first, second)
-
-
-def _two_terms(s: Tensor, first: Tensor, second: Tensor) -> Tensor:
     variance = s * first.square() + s.square() / 2 * second.square()
-    return last_mean(variance).clamp(min=0)
+    return token(variance).clamp(min=0)
 
 
 def norm(
     x: Moments,
-    weight: Optional[Tensor],
-    eps: Optional[float],
-    weight_variance: Optional[Tensor] = None,
-    bias_variance: Optional[Tensor] = None,
+    weight: Tensor | None,
+    eps: float | None,
+    weight_variance: Tensor | None = None,
+    bias_variance: Tensor | None = None,
     centered: bool = True,
 ) -> Tensor:
     """
@@ -170,9 +182,9 @@ def norm(
     eps = torch.finfo(x.mean.dtype).eps if eps is None else eps  # as nn.RMSNorm's
     width = m.size(-1)
     free = width - 1 if centered else width
-    noise = s.mean(-1, keepdim=True) * (free / width)
+    noise = token(s) * (free / width)
     center = m - m.mean(-1, keepdim=True) if centered else m
-    signal = squares(center) / width
+    signal = _squares(center) / width
     squared = signal + noise + eps
     q, r = signal / squared, noise / squared
     less = q * (2 - q) + r * (2 - 4.5 * q - 2 * r)
@@ -200,29 +212,23 @@ def attention(
         Var[o_j] = sum_u p_u^2 Var[a_u] (v_uj - o_j)^2 + sum_u p_u^2 s_vuj
 
     of which this is the mean over j, ``[*, T, 1]``, of ``weights`` p ``[*, T, U]`` and
-    ``out`` o ``[*, T, e]``. The scores are products of independent factors
-    (lemma D.1): Var[a_u] = sum_i (s_qi s_ki + m_qi^2 s_ki + s_qi m_ki^2) scale^2.
+    ``out`` o ``[*, T, e]``. Each of q, k and v has one variance a token, ``[*, T, 1]``.
+    The scores are products of independent factors (lemma D.1):
+    Var[a_u] = sum_i (s_qi s_ki + m_qi^2 s_ki + s_qi m_ki^2) scale^2.
     """
-    q, k, v = (Moments(m, s.mean(-1, keepdim=True)) for m, s in map(_wide, (q, k, v)))
-    o, e = wide(out), v.mean.size(-1)
-    p_squares = wide(weights).square()
-    variance = p_squares @ v.variance
-    lifted = p_squares * _score_variance(q, k, scale)
+    width = v.mean.size(-1)
+    q_squares, k_squares = _squares(q.mean), _squares(k.mean)
+    left = torch.cat([q_squares + q.mean.size(-1) * q.variance, q.variance], -1)
+    right = torch.cat([k.variance, k_squares], -1)
+    of_scores = (left * scale**2) @ right.mT  # Var[a_u], [*, T, U]
+    shares = weights.square()
+    lifted = shares * of_scores
     # mean_j sum_u lifted_u (v_uj - o_j)^2
-    columns = torch.cat([v.mean, squares(v.mean)], -1)
-    sums = lifted @ columns
-    inner = (o * sums[..., :e]).sum(-1, keepdim=True)
-    moved = sums[..., e:] - 2 * inner + squares(o) * lifted.sum(-1, keepdim=True)
-    return variance + moved.clamp(min=0) / e
-
-
-def _score_variance(q: Moments, k: Moments, scale: float) -> Tensor:
-    """``[*, T, U]``, of queries and keys with one variance each."""
-    d = q.mean.size(-1)
-    q2, k2 = squares(q.mean), squares(k.mean)
-    s_q, s_k = q.variance.expand_as(q2), k.variance.expand_as(k2)
-    left, right = torch.cat([q2 + d * s_q, s_q], -1), torch.cat([s_k, k2], -1)
-    return (left * scale**2) @ right.transpose(-1, -2)
+    sums = lifted @ torch.cat([v.mean, _squares(v.mean)], -1)
+    inner = (out * sums[..., :width]).sum(-1, keepdim=True)
+    moved = sums[..., width:] - 2 * inner
+    moved = moved + _squares(out) * lifted.sum(-1, keepdim=True)
+    return shares @ v.variance + moved.clamp(min=0) / width
 
 
 # Attention weights in memory at once, of all samples and heads.
@@ -234,50 +240,46 @@ def attention_variance(
     q: Moments,
     k: Moments,
     v: Moments,
-    *,
-    mask: Optional[Tensor],
-    causal: bool,
-    scale: Optional[float],
     out: Tensor,
-    correction: Optional[Tensor] = None,
-) -> Variance:
+    correction: Tensor,
+    mask: Tensor | None,
+    causal: bool,
+    scale: float,
+) -> Tensor:
     """
-    :func:`attention` of one variance a token, some queries at a time, so that memory is
-    linear in T, with the ``correction`` of the logits (``[B, H, U, 1]``) in the
-    weights. Other arguments are those of ``scaled_dot_product_attention``, and its
-    output.
+    :func:`attention`, some queries at a time, so that memory is linear in T, with the
+    ``correction`` of the logits (``[*, U, 1]``) in the weights. Other arguments are
+    those of ``scaled_dot_product_attention``, and its output.
     """
-    (length, d), keys = q.mean.shape[-2:], k.mean.size(-2)
-    scale = d**-0.5 if scale is None else scale
-    full = (*q.mean.shape[:-1], 1)
-    s_q = q.variance.expand(full)
-    q, k, v = (Moments(wide(x.mean), x.variance) for x in (q, k, v))
-    k, v = (Moments(x.mean, x.variance.expand(*x.mean.shape[:-1], 1)) for x in (k, v))
+    q, k, v = (
+        Moments(wide(x.mean), token(x.variance).expand(*x.mean.shape[:-1], 1))
+        for x in (q, k, v)
+    )
+    out, (length, width), keys = wide(out), q.mean.shape[-2:], k.mean.size(-2)
     chunk = _CHUNK if q.mean.is_cuda else _CHUNK_IN_CACHE
-    rows = max(chunk // max(whole(q.mean).numel() // (length * d) * keys, 1), 8)
-    left, right = q.mean * scale, k.mean
-    if correction is not None:  # one more element of both, as in the attention
-        left = torch.cat([left, squares(q.mean) * (-(scale**2) / 2)], -1)
-        right = torch.cat([right, correction.expand_as(k.variance)], -1)
-    given, parts, every = wide(out), [], (k, v)
-    for at in range(0, length, rows):
-        to = min(at + rows, length)
-        seen = min(to, keys) if causal else keys  # the others have no part in it
-        k, v = (Moments(*(z[..., :seen, :] for z in x)) for x in every)
-        logits = left[..., at:to, :] @ right[..., :seen, :].transpose(-1, -2)
+    heads = whole(q.mean).numel() // max(length * width, 1)  # of all samples
+    rows = max(chunk // max(heads * keys, 1), 8)
+    # One more element of both, as in the attention.
+    left = torch.cat([q.mean * scale, _squares(q.mean) * (-(scale**2) / 2)], -1)
+    right = torch.cat([k.mean, correction.expand_as(k.variance)], -1)
+    parts = []
+    for start in range(0, length, rows):
+        at = slice(start, min(start + rows, length))
+        # The keys behind the last of these queries have no part in it.
+        seen = slice(min(at.stop, keys) if causal else keys)
+        logits = left[..., at, :] @ right[..., seen, :].mT
         if causal:
-            ones = torch.ones(to - at, seen, dtype=torch.bool, device=logits.device)
-            logits.masked_fill_(ones.tril_(at).logical_not_(), -torch.inf)
+            ones = torch.ones(logits.shape[-2:], dtype=torch.bool, device=out.device)
+            logits = logits.masked_fill(~ones.tril(start), -torch.inf)
         if mask is not None:
-            part = mask[..., at:to, :] if mask.size(-2) > 1 else mask
-            part = part[..., :seen] if part.size(-1) > 1 else part
+            part = mask.expand(*mask.shape[:-2], length, keys)[..., at, seen]
             if part.dtype == torch.bool:
                 logits = logits.masked_fill(~part, -torch.inf)
             else:
                 logits = logits + part
-        p = torch.softmax(logits, -1)
-        p = p if mask is None else p.nan_to_num_()
-        queries = Moments(q.mean[..., at:to, :], s_q[..., at:to, :])
-        at_queries = given[..., at:to, :]
-        parts.append(attention(queries, k, v, p, at_queries, scale))
-    return Variance(torch.cat(parts, -2) if parts else s_q)
+        weights = torch.softmax(logits, -1)
+        if mask is not None:
+            weights = weights.nan_to_num()  # of who sees no key
+        chosen = q.at(at), k.at(seen), v.at(seen)
+        parts.append(attention(*chosen, weights, out[..., at, :], scale))
+    return torch.cat(parts, -2) if parts else q.variance

@@ -1,222 +1,291 @@
-"""Error propagation through a forward pass as it runs, one operation after the other.
+"""Error propagation by modules: each says how errors pass it.
 
 Source: "DPFormer: Learning Differentially Private Transformer on Long-Tailed Data",
-section 5.2.2. While a :class:`Propagation` is active, a table has the variance of the
-error of every tensor that depends on a parameter with an error. The rule of each
-operation (``re_attention.rules``) makes it from those of the arguments. So the model's
-code says how errors pass, whatever the model is.
+section 5.2.2. A module that states its propagation has a method ``propagate``, which is
+its forward pass with an :class:`Uncertain` value in the place of a tensor: the variance
+of the error goes beside the value. The formulas are those of ``moments``. Operands are
+taken to err independently, those of residual sums included.
 
-One number a token is kept, the mean over the last dimension: the paper's scalar,
-possible because the noise of DP-SGD is isotropic. The formulas are those of
-``moments``; the values of the forward pass are taken for the means. Arguments of an
-operation are taken to err independently, residual sums included, and so is what a
-statistic over the width (a norm, a variance) has of its own.
-
-In private training each sample runs by itself (grad_sample/core/group.py), and so do
-its variances. In evaluation the batch is taken to be the first dimension, or in rows
-with the tokens: where it would become the last one, of which means are taken, the error
-is lost. In a model with the batch second, what drops the width (``[T, B]``) must not go
-through more than moves.
+In private training each sample runs by itself, and so do its variances.
 """
 
 from __future__ import annotations
 
-from typing import Any, Dict, Mapping, Optional, Sequence, Tuple, Union
+import functools
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Callable, Iterator, Mapping
 
 import torch
-from torch import Tensor
-from torch.overrides import TorchFunctionMode
+from torch import Tensor, nn
 
-from opacus_ext.private_torch import DisableTorchFunction, is_batched
-from opacus_ext.re_attention.rules import RULES, Call
-from opacus_ext.re_attention.rules.moves import lies_down
-from opacus_ext.re_attention.table import Table
-from opacus_ext.re_attention.variances import (
-    Lost,
-    Variance,
-    flat,
-    quietly,
-    tensors,
-    zeros,
-)
+from opacus_ext.private_torch import DisableTorchFunction
+from opacus_ext.re_attention import moments
+from opacus_ext.re_attention.moments import Moments, token
 from opacus_ext.refused import Refused
 
+#: The attributes of a model whose errors are tracked, and of its parts.
+TRACKER, PART = "_opacus_ext_errors", "_opacus_ext_errors_around"
+STATE = (
+    "Derive it from opacus_ext.re_attention.Propagating and write its forward pass as "
+    "the method propagate (docs/how-to/re-attention.md), or detach the tracker."
+)
 
-class Propagation(TorchFunctionMode):
+
+def refused(module: nn.Module, what: str, remedy: str) -> Refused:
+    """Makes an error about a module."""
+    name = type(module).__name__
+    return Refused(f"{name}: {what}.", module=name, remedy=remedy)
+
+
+@dataclass
+class Errors:
     """
-    Carries variances along all operations in its context.
-
-    Args:
-        errors: the variance of the error of each parameter, by the parameter's ``id``:
-            a scalar or broadcastable to it, ``[rows, 1]`` for those of an embedding
-        table: what is known of other tensors, for a pass that goes on from another; by
-            default nothing is
+    What one forward pass knows of errors.
 
     Attributes:
-        table: what is known of tensors
-        paused: whether operations are not followed for a while
-
-    Example:
-        >>> weight = torch.nn.Parameter(torch.eye(2))
-        >>> with Propagation({id(weight): torch.tensor(0.01)}) as errors:
-        ...     y = torch.nn.functional.linear(torch.tensor([[3.0, 4.0]]), weight)
-        >>> errors.variance(y)
-        tensor([[0.2500]])
+        variances: those of the parameters' errors, by ``id``: a scalar or ``[rows, 1]``
+        where, cap: see :func:`opacus_ext.track_errors`
+        corrected: how many attentions have been corrected
     """
 
-    def __init__(self, errors: Mapping[int, Tensor], table: Optional[Table] = None):
-        super().__init__()
-        self.errors = {key: Variance(variance) for key, variance in errors.items()}
-        self.table = Table() if table is None else table
-        self.paused = False
+    variances: Mapping[int, Tensor]
+    where: str
+    cap: float | None
+    corrected: int = 0
 
-    def of(self, x: Any) -> Union[None, Variance, Lost]:
-        """Looks up a value's variance; None for one without error."""
-        if not isinstance(x, Tensor):
-            return None
-        found = self.errors.get(id(x))
-        return self.table.variance(x) if found is None else found
-
-    def token(self, x: Tensor) -> Union[Tensor, Lost]:
-        """The variance ``[*, 1]`` of a tensor, zeros where it is known."""
-        known = self.of(x)
-        if isinstance(known, Lost):
-            return known
-        if known is None:
-            return zeros(x, (1,) * x.dim())
-        with torch.no_grad():
-            return known.token()
-
-    def variance(self, x: Tensor) -> Tensor:
+    def of(self, module: nn.Module, name: str) -> Any:
         """
-        The variance of a tensor, ``[*, 1]``, one number a token.
+        Looks up the variance of a parameter; None if the module has none.
 
         Raises:
-            Refused: if it is not known; it names the operation
+            Refused: for a tensor that is no parameter of the tracked model
         """
-        found = self.token(x)
-        if isinstance(found, Lost):
-            raise Refused(
-                f"The error of a tensor {list(x.shape)} is not known: it went through "
-                f"{found.operation!r}, for which no rule fits.",
-                remedy="Add one with opacus_ext.re_attention.register_propagation.",
-            )
-        return found
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        raw = getattr(func, "__name__", "")
-        if self.paused or raw in _SILENT:
-            return func(*args, **kwargs)
-        if not args:  # torch.cat(tensors=...)
-            args, kwargs = _first_by_position(kwargs)
-        name = _PLAIN.get(raw, raw.strip("_"))
-        if raw == "__get__":  # a property: .T, .mT, .shape
-            name = getattr(getattr(func, "__self__", None), "__name__", "")
-            out = func(*args, **kwargs)
-            if not isinstance(out, Tensor) or name in ("grad", "_base"):
-                return out
-        inputs = list(flat(args, kwargs))
-        if not any(self.of(x) is not None for x in inputs):
-            return func(*args, **kwargs)
-        given, place = args, kwargs.get("out")
-        method = raw[-1:] == "_" and raw[-2:] != "__"  # x.add_(y)
-        if raw in _WRITING or kwargs.get("inplace") or method:
-            place = args[0]  # what it was is what the rule needs
-            before = place.detach().clone()
-            self.table.set(before, self.of(place))
-            given = (before, *args[1:])
-        out = func(*args, **kwargs)
-        with DisableTorchFunction():
-            made = tensors(out if place is None else place)
-            outputs = [x for x in made if x.is_floating_point() or x.is_complex()]
-            if place is None and any(x is y for x in outputs for y in inputs):
-                return out  # as it was, .contiguous() of what is
-            if not outputs:
-                return out
-            if outputs[0].dim() == 1 and all(map(self._weights, tensors(inputs))):
-                self.table.note(outputs[0]).weights_only = True
-        call = Call(name, func, given, kwargs, out, self)
-        for x, result in zip(outputs, self._results(call, len(outputs))):
-            if place is None:
-                self.table.set(x, result)
-            else:
-                self.table.write(x, result, f"{name} in place")
-        return out
-
-    def _weights(self, x: Tensor) -> bool:
-        """Returns True for a parameter, or a vector computed from parameters alone."""
-        note = self.table.get(x)
-        return id(x) in self.errors or (note is not None and note.weights_only)
-
-    def _results(self, call: Call, number: int) -> Sequence[Any]:
-        """Computes the variance of each output by the rule."""
-        lost = None
-        for x in flat(call.args, call.kwargs):
-            known = self.of(x)
-            if isinstance(known, Lost):
-                lost = known
-                break
-            if known is not None and x.dim() == 1 and not self._weights(x):
-                lost = Lost(call.name) if lies_down(call, known) else lost
-        fits = call.name in RULES and call.kwargs.get("out") is None
-        if not fits or any(x.is_complex() for x in tensors(call.out)):
-            lost = lost or Lost(call.name)
-        if lost is not None:
-            return [lost] * number
-        like = call.args[0] if call.out is None else tensors(call.out)[0]
-        # Which rows a mask takes is for the run to say, of all samples.
-        rest = tensors(list(flat(call.args[1:], call.kwargs)))
-        asks = call.name in _ASKS and any(map(is_batched, rest))
-        with quietly(like, alone=not asks):
-            made = RULES[call.name](call)
-        if made is None or isinstance(made, (Variance, Lost)):
-            return [made] * number
-        return list(made)
+        parameter = getattr(module, name, None)
+        if parameter is None:
+            return None
+        if id(parameter) not in self.variances:
+            what = f"its {name} {list(parameter.shape)} is no parameter of the model"
+            raise refused(module, f"{what} whose errors are tracked", STATE)
+        return self.variances[id(parameter)]
 
 
-def _first_by_position(kwargs: Mapping[str, Any]) -> Tuple[Any, Any]:
-    """Arguments that all came by name, with the first of them by position."""
-    rest: Dict[str, Any] = dict(kwargs)
-    named = [name for name in _FIRST if name in rest]
-    first = named[0] if named else next(iter(rest))
-    return (rest.pop(first),), rest
+@dataclass
+class Uncertain:
+    """
+    A tensor, and the variance of its error.
+
+    Attributes:
+        value: as the forward pass computes it, with its gradient ``[*, width]``
+        variance: of the errors, ``[*, 1]`` or ``[*, width]``; None where no errors are
+            tracked
+        errors: those of the parameters; None where no errors are tracked
+
+    Example:
+        >>> layer = nn.Linear(2, 1)
+        >>> noise = {id(p): torch.tensor(0.01) for p in layer.parameters()}
+        >>> errors = Errors(noise, where="logits", cap=None)
+        >>> x = Uncertain(torch.tensor([[3.0, 4.0]]), torch.zeros(1, 1), errors)
+        >>> x.through(layer).variance  # 0.01 * (3^2 + 4^2 + 1)
+        tensor([[0.2600]])
+    """
+
+    value: Tensor
+    variance: Tensor | None = None
+    errors: Errors | None = None
+
+    def known(self, value: Tensor) -> Uncertain:
+        """Returns a value without an error, for the same forward pass."""
+        if self.errors is None:
+            return Uncertain(value)
+        dtype = torch.promote_types(value.dtype, torch.float32)
+        zeros = value.new_zeros((1,) * value.dim(), dtype=dtype)
+        return Uncertain(value, zeros, self.errors)
+
+    def through(self, module: nn.Module, *args: Any, **kwargs: Any) -> Uncertain:
+        """
+        Calls a module: what it returns, and the variance of that.
+
+        Raises:
+            Refused: for a module that does not state how errors pass it, if they are
+                tracked
+        """
+        if self.errors is None:
+            return Uncertain(module(self.value, *args, **kwargs))
+        if isinstance(module, Propagating):
+            return module(self, *args, **kwargs)  # its hooks run
+        if type(module) is nn.Sequential:
+            return functools.reduce(Uncertain.through, module, self)
+        rule = _rule_of(module)
+        value = module(self.value, *args, **kwargs)
+        with quietly(value):
+            variance = rule(module, self.moments(), self.errors)
+        return Uncertain(value, variance, self.errors)
+
+    def moments(self) -> Moments:
+        """Value and variance, one number a token ``[*, 1]``; errors are tracked."""
+        assert self.variance is not None
+        return Moments(self.value, token(self.variance))
+
+    def moved(self, move: Callable) -> Uncertain:
+        """
+        Applies a function that moves elements and changes none, to value and variance.
+
+        Example:
+            >>> x = Uncertain(torch.zeros(2, 3, 8))
+            >>> x.moved(lambda tensor: tensor.transpose(0, 1)).value.shape
+            torch.Size([3, 2, 8])
+        """
+        return self.parts(lambda tensor: [move(tensor)])[0]
+
+    def parts(self, split: Callable) -> list[Uncertain]:
+        """Takes value and variance apart, as by ``chunk``."""
+        if self.variance is None:
+            return [Uncertain(value) for value in split(self.value)]
+        both = split(self.value), split(self.variance.expand(self.value.shape))
+        return [Uncertain(*pair, self.errors) for pair in zip(*both)]
+
+    def __add__(self, other: Any) -> Uncertain:
+        """Adds another uncertain value: their errors are taken to be independent."""
+        if self.variance is None:
+            return Uncertain(self.value + other.value)
+        variance = token(self.variance) + token(other.variance)
+        return Uncertain(self.value + other.value, variance, self.errors)
+
+    def __mul__(self, number: Any) -> Uncertain:
+        """Multiplies by a number that is known."""
+        if self.variance is None:
+            return Uncertain(self.value * number)
+        return Uncertain(self.value * number, self.variance * number**2, self.errors)
+
+    __rmul__ = __mul__
 
 
-_WRITING = frozenset(
-    "__setitem__ __iadd__ __isub__ __imul__ __itruediv__ __ipow__".split()
-)
-# Names that differ from their operation's by more than underscores.
-_PLAIN = {
-    "__iadd__": "add",
-    "__radd__": "add",
-    "__isub__": "sub",
-    "__rsub__": "rsub",
-    "__imul__": "mul",
-    "__rmul__": "mul",
-    "__truediv__": "div",
-    "__itruediv__": "div",
-    "__ipow__": "pow",
-    "__rmatmul__": "matmul",
-    "bmm": "matmul",
-    "mm": "matmul",
-    "concat": "cat",
-    "concatenate": "cat",
+@contextmanager
+def quietly(value: Tensor) -> Iterator[None]:
+    """
+    A context for variances: without gradients, autocast, and the function mode that
+    records each use of a parameter, as this one has no gradient.
+    """
+    kind = value.device.type
+    with DisableTorchFunction(), torch.no_grad(), torch.autocast(kind, enabled=False):
+        yield
+
+
+# -- the layers of torch ---------------------------------------------------------------
+
+
+def _linear(layer: nn.Linear, x: Moments, errors: Errors) -> Tensor:
+    noise = errors.of(layer, "weight")
+    return moments.linear(x, layer.weight, noise, errors.of(layer, "bias"))
+
+
+def _embedding(layer: nn.Embedding, ids: Moments, errors: Errors) -> Tensor:
+    rows = errors.of(layer, "weight").expand(layer.num_embeddings, 1)
+    return nn.functional.embedding(ids.mean, rows)
+
+
+def _norm(layer: Any, x: Moments, errors: Errors) -> Tensor:
+    if len(layer.normalized_shape) != 1:
+        raise refused(
+            layer,
+            f"errors can't be tracked through a norm of {layer.normalized_shape}",
+            "Flatten these dimensions, or detach the tracker.",
+        )
+    noise, bias_noise = errors.of(layer, "weight"), errors.of(layer, "bias")
+    centered = isinstance(layer, nn.LayerNorm)
+    return moments.norm(x, layer.weight, layer.eps, noise, bias_noise, centered)
+
+
+def _dropout(layer: nn.Dropout, x: Moments, errors: Errors) -> Tensor:
+    # The draw is made, and no part of the error. This is the mean over draws.
+    return x.variance / (1 - layer.p if layer.training and layer.p < 1 else 1)
+
+
+#: The variance behind a layer, from its input's moments and the parameters' errors.
+RULES: dict[type[nn.Module], Callable] = {
+    nn.Linear: _linear,
+    nn.Embedding: _embedding,
+    nn.LayerNorm: _norm,
+    nn.RMSNorm: _norm,
+    nn.Dropout: _dropout,
+    nn.ReLU: lambda layer, x, errors: moments.relu(x),
+    nn.GELU: lambda layer, x, errors: moments.gelu(x),
 }
-# What the first argument is called, where it may come by name.
-_FIRST = ("condition", "input", "tensors", "query")
-# Nothing that carries an error comes out of these.
-_SILENT = frozenset(
-    "size dim numel stride is_floating_point is_complex data_ptr device ndim "
-    "element_size is_contiguous storage storage_offset __bool__ __len__ __repr__ "
-    "__format__ item tolist backward register_hook requires_grad_ retain_grad "
-    "new_zeros new_ones new_full new_empty new_tensor zeros_like ones_like "
-    "full_like empty_like rand_like randn_like randint_like argmax argmin argsort "
-    "isnan isinf isfinite allclose equal eq ne lt le gt ge __eq__ __ne__ __lt__ "
-    "__le__ __gt__ __ge__ any all sign floor ceil round bernoulli multinomial "
-    "nonzero untyped_storage __hash__ __dir__ "
-    "numpy cpu_count get_device is_set_to is_same_size _is_view "
-    "__contains__".split()
-)
-# Their rules compute with tensors of all samples, for which the run must be asked.
-_ASKS = frozenset("getitem setitem repeat_interleave".split())
+
+
+def _rule_of(module: nn.Module) -> Callable:
+    """Finds the rule of a layer of torch, also of a subclass with the same forward."""
+    for kind, rule in RULES.items():
+        if isinstance(module, kind) and type(module).forward is kind.forward:
+            return rule
+    raise refused(module, "it does not state how errors pass it", STATE)
+
+
+# -- modules that state their propagation ----------------------------------------------
+
+
+class Propagating(nn.Module):
+    """
+    A module that states how errors pass it: ``propagate`` is its forward pass.
+
+    The same code runs where no errors are tracked, with tensors alone.
+
+    Example:
+        >>> class Residual(Propagating):
+        ...     def __init__(self, layer):
+        ...         super().__init__()
+        ...         self.layer = layer
+        ...
+        ...     def propagate(self, x):
+        ...         return x + x.through(self.layer)
+        >>> Residual(nn.ReLU())(torch.tensor([-1.0, 2.0]))
+        tensor([-1.,  4.])
+    """
+
+    def propagate(self, x: Uncertain, *args: Any, **kwargs: Any) -> Uncertain:
+        """Computes the output and the variance of its error; a subclass defines it."""
+        raise NotImplementedError
+
+    def forward(self, x: Any, *args: Any, **kwargs: Any) -> Any:
+        """Computes an output tensor of a tensor; see :meth:`Uncertain.through`."""
+        if isinstance(x, Uncertain):
+            return self.propagate(x, *args, **kwargs)
+        return propagated(self, x, *args, **kwargs)
+
+
+def propagated(module: nn.Module, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """
+    Runs ``module.propagate`` on a tensor that is known, and returns a tensor.
+
+    It is the forward pass of a :class:`Propagating` module, and may be a part of that
+    of another one. Errors are tracked in it if they are of this module.
+
+    Raises:
+        Refused: for a part of a tracked model, by itself: the errors are not known
+    """
+    tracker, around = (getattr(module, name, None) for name in (TRACKER, PART))
+    if tracker is not None and tracker.acts(module.training):
+        return _tracked(tracker, module, x, *args, **kwargs)
+    if around is not None and around.acts(module.training):
+        raise refused(
+            module,
+            "it is called outside of the model whose errors are tracked",
+            "Call that model, or detach its tracker.",
+        )
+    return module.propagate(Uncertain(x), *args, **kwargs).value  # type: ignore
+
+
+@torch.compiler.disable  # the noise changes from step to step
+def _tracked(tracker: Any, module: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    errors = tracker.start(module)
+    start = Uncertain(x, None, errors).known(x)
+    out = module.propagate(start, *args, **kwargs)
+    if not errors.corrected:
+        raise refused(
+            module,
+            "its errors are tracked, and it has no attention that is corrected",
+            "Use opacus_ext.layers.SelfAttention or re_attention in its method "
+            "propagate, or detach the tracker.",
+        )
+    return out.value

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import warnings
-import weakref
 from functools import partial
-from typing import Any, Dict, List, Mapping, Optional, Set, Union
+from typing import Any, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -15,14 +13,14 @@ from opacus_ext.re_attention.effective import (
     gradient_noise,
     innermost,
 )
-from opacus_ext.re_attention.passes import (
-    TrackedForward,
-    TrackedPass,
-    active,
-    corrected,
+from opacus_ext.re_attention.propagation import (
+    PART,
+    STATE,
+    TRACKER,
+    Errors,
+    Propagating,
+    refused,
 )
-from opacus_ext.re_attention.table import Table
-from opacus_ext.re_attention.variances import tensors
 from opacus_ext.refused import Refused
 
 PREFIX = "re_attention."
@@ -32,22 +30,23 @@ PLACES = ("logits", "scores")
 def track_errors(
     model: nn.Module,
     optimizer: Any = None,
-    shares: Union[None, Tensor, Mapping[str, Tensor]] = None,
+    shares: Tensor | Mapping[str, Tensor] | None = None,
     *,
     where: str = "logits",
-    cap: Optional[float] = 1.0,
+    cap: float | None = 1.0,
     evaluate: bool = True,
 ) -> "ErrorTracker":
     """
     Turns Re-Attention on: one call after ``make_private``.
 
-    From then on every forward pass of the model tracks the error that the noise of
-    DP-SGD makes, from the parameters to the keys of each attention, and attention that
-    asks for it is corrected: :func:`opacus_ext.layers.re_attention`, ``SelfAttention``
-    and ``DPFormer``, and any model of transformers after
-    ``model.set_attn_implementation("re_attention")``. The noise multiplier, clipping
-    norm and batch size are the optimizer's, at each step anew. What is computed for a
-    sample depends on that sample only, so gradients stay exact in every mode.
+    From then on every forward pass of the model carries the variance of the error that
+    the noise of DP-SGD makes beside the values, from the parameters to the keys of each
+    attention, which is corrected: in ``DPFormer``, and in a model of your own that is
+    :class:`~opacus_ext.re_attention.Propagating` and has
+    :class:`~opacus_ext.layers.SelfAttention` or
+    :func:`~opacus_ext.layers.re_attention`. The noise multiplier, clipping norm and
+    batch size are the optimizer's, at each step anew. What is computed for a sample
+    depends on that sample only, so gradients stay exact in every mode.
 
     The shares and the noise become part of the model's ``state_dict`` (keys that begin
     with "re_attention."), so that they are in every checkpoint. A model that is not
@@ -76,8 +75,8 @@ def track_errors(
         ends it.
 
     Raises:
-        Refused: for unknown options or names, or a model that is tracked already
-        Refused: for an optimizer without noise
+        Refused: for unknown options or names, a model that is tracked already or does
+            not state how errors pass it, or an optimizer without noise
 
     Example:
         >>> from opacus.optimizers import DPOptimizer
@@ -98,7 +97,15 @@ def track_errors(
         >>> torch.equal(plain, model(ids))
         True
     """
-    return ErrorTracker(model, optimizer, shares, where, cap, evaluate)
+    if where not in PLACES:
+        raise Refused(
+            f"where must be one of {PLACES}, not {where!r}.", parameter="where"
+        )
+    if cap is not None and not cap > 0:
+        raise Refused(f"cap must be positive or None, not {cap}.", parameter="cap")
+    tracker = ErrorTracker(innermost(model), optimizer, shares)
+    tracker.where, tracker.cap, tracker.evaluate = where, cap, evaluate
+    return tracker
 
 
 class ErrorTracker:
@@ -112,223 +119,152 @@ class ErrorTracker:
         cap: the most a key's variance may be, in terms of the key's mean square
     """
 
+    where = "logits"
+    cap: float | None = 1.0
+    enabled = evaluate = True
+
     def __init__(
         self,
         model: nn.Module,
         optimizer: Any,
-        shares: Union[None, Tensor, Mapping[str, Tensor]],
-        where: str,
-        cap: Optional[float],
-        evaluate: bool,
+        shares: Tensor | Mapping[str, Tensor] | None,
     ):
-        if where not in PLACES:
-            raise Refused(
-                f"where must be one of {PLACES}, not {where!r}.", parameter="where"
-            )
-        if cap is not None and not cap > 0:
-            raise Refused(f"cap must be positive or None, not {cap}.", parameter="cap")
-        model = innermost(model)
+        if not hasattr(model, "propagate"):
+            raise refused(model, "it does not state how errors pass it", STATE)
         if tracker_of(model) is not None:
-            raise Refused(
-                "The errors of this model are tracked already.",
-                module=type(model).__name__,
-                remedy="Detach that tracker first (tracker.detach()).",
+            raise refused(
+                model,
+                "its errors are tracked already",
+                "Detach that tracker first (tracker.detach()).",
             )
-        self.where, self.cap, self.evaluate, self.enabled = where, cap, evaluate, True
-        self._model = weakref.ref(model)
+        if any(hasattr(p, "placements") for p in model.parameters()):
+            raise refused(
+                model,
+                "its parameters are sharded by fully_shard",
+                "Train it without, as with DDP.",
+            )
+        self._model = model
         self._optimizer = optimizer
         self._shares = _by_name(model, shares)
-        self._noise = None if optimizer is None else gradient_noise(optimizer)
-        self._errors: Dict[str, Tensor] = {}
-        self._state: Any = None
-        self._checked = False
-        self._table = Table()  # a module may keep tensors from pass to pass
+        self._noise: float | None = None
+        self._variances: dict[str, Tensor] = {}
+        self._state: Any = None  # of which these are the variances
         if optimizer is not None:
-            self._variances(model)  # what can't be used is refused here
-        self._place = weakref.ref(TrackedForward(self, model))  # the model keeps it
+            self._update(model)  # what can't be used is refused here
+        for part in model.modules():
+            if isinstance(part, Propagating):
+                setattr(part, PART, self)
+        setattr(model, TRACKER, self)
         self._handles = [
             model.register_state_dict_post_hook(partial(self._save)),  # torch marks it
             model._register_load_state_dict_pre_hook(self._load),
         ]
-        model._opacus_ext_errors = self
 
     def detach(self) -> None:
         """Ends the tracking: the model is as it was before."""
         for handle in self._handles:
             handle.remove()
-        if (place := self._place()) is not None:
-            place.remove()
-        if (model := self._model()) is not None:
-            vars(model).pop("_opacus_ext_errors", None)
-        for module, tracker in list(corrected.items()):
-            if tracker is self:
-                del corrected[module]
+        for part in self._model.modules():
+            for name in (TRACKER, PART):
+                if vars(part).get(name) is self:
+                    delattr(part, name)
 
     def acts(self, training: bool) -> bool:
         """Returns True if attention is corrected."""
         return self.enabled and (training or self.evaluate)
 
-    def errors(self) -> Dict[str, Tensor]:
+    def errors(self) -> dict[str, Tensor]:
         """The effective errors at this moment, by names of parameters."""
-        model = self._model()
-        if self._optimizer is None or model is None:
-            raise Refused(
-                "There is no model in training whose errors are tracked.",
-                remedy="Pass the optimizer to track_errors, and keep the model.",
-            )
-        return effective_errors(model, self._optimizer, self._shares)
+        return effective_errors(self._model, self._optimizer, self._shares)
 
-    def _variances(self, model: nn.Module) -> Dict[str, Tensor]:
-        """The variances of the parameters, computed again if something has changed."""
-        trained, grads = self._model(), None
+    def start(self, model: nn.Module) -> Errors:
+        """Begins a forward pass of the model, or of a copy."""
+        self._update(model)
+        variances = {}
+        for name, p in model.named_parameters():
+            if name in self._variances:
+                dtype = torch.promote_types(p.dtype, torch.float32)
+                variances[id(p)] = self._variances[name].to(p.device, dtype)
+        return Errors(variances, self.where, self.cap)
+
+    def _update(self, model: nn.Module) -> None:
+        """Computes the variances of the parameters anew if something has changed."""
+        noise: Any = self._noise
         if self._optimizer is not None:
-            if trained is None:
-                return self._errors  # a copy has outlived the model
-            self._noise = gradient_noise(self._optimizer)
-            grads = [p.requires_grad for p in trained.parameters()]
-        if self._noise is None:
+            model, noise = self._model, self._optimizer
+            self._noise = gradient_noise(noise)
+        if noise is None:
             raise Refused(
                 "No noise is known.",
                 parameter="optimizer",
                 remedy="Pass the optimizer to track_errors, or load a state_dict of a "
                 "tracked model.",
             )
-        if self._state != (state := (self._noise, grads)):
-            found = effective_errors(
-                trained if self._optimizer else model,
-                self._optimizer or self._noise,
-                self._shares,
-            )
-            self._errors = {
-                name: error.square().reshape(-1, 1) if error.dim() else error.square()
-                for name, error in found.items()
-            }
-            self._state = state
-        return self._errors
-
-    # -- the model's forward -------------------------------------------------------
-
-    def forward(self, model: nn.Module, plain: partial) -> Any:
-        """Runs the model's own forward, and tracks its errors."""
-        if active() is not None:
-            raise Refused(
-                f"{type(model).__name__} is tracked, and so is a model around it.",
-                module=type(model).__name__,
-                remedy="Detach one of their trackers.",
-            )
-        for name, x in (*((None, x) for x in plain.args), *plain.keywords.items()):
-            if not (hasattr(x, "get_seq_length") and x.get_seq_length()):
-                continue
-            raise Refused(
-                f"{type(model).__name__}: the errors of keys in a cache are not known.",
-                module=type(model).__name__,
-                parameter=name,
-                remedy="Pass use_cache=False to the model, or to generate().",
-            )
-        known = self._variances(model)
-        params = {
-            id(p): known[n].to(p.device, torch.promote_types(p.dtype, torch.float32))
-            for n, p in model.named_parameters()
-            if n in known
-        }
-        mode = TrackedPass(self, params, self._table)
-        with mode:
-            output = plain()
-        outs = list(output.values()) if isinstance(output, Mapping) else output
-        for x in tensors(outs):  # the user's tensors have no errors
-            self._table.discard(x)
-        self._table.forget_memory()
-        self._check(model, mode.asked)
-        return output
-
-    def _check(self, model: nn.Module, asked: List[Optional[nn.Module]]) -> None:
-        if not asked:
-            raise Refused(
-                "The errors of this model are tracked, but no attention asked for "
-                "them.",
-                module=type(model).__name__,
-                remedy="Models of transformers need "
-                'set_attn_implementation("re_attention"), and where a version leaves '
-                "out their parts, as 5.17 does with those of T5, so do these: "
-                'model.encoder.set_attn_implementation("re_attention"). Those that '
-                "compute attention in code of their own can't be corrected. Others "
-                "need opacus_ext.layers.re_attention.",
-            )
-        if not self._checked and None not in asked:
-            self._checked = True
-            left = _attentions(model, {type(each) for each in asked})
-            if left:
-                warnings.warn(
-                    f"No attention of {', '.join(left)} was corrected in the first "
-                    "forward pass: it was not used, or does not ask for it."
-                )
+        state = self._noise, [p.requires_grad for p in model.parameters()]
+        if state == self._state:
+            return
+        for name, error in effective_errors(model, noise, self._shares).items():
+            variance = error.square()
+            self._variances[name] = variance[:, None] if error.dim() else variance
+        self._state = state
 
     # -- state ---------------------------------------------------------------------
 
     def _save(self, module: nn.Module, state: Any, prefix: str, metadata: Any) -> None:
         if self._optimizer is not None:
             self._noise = gradient_noise(self._optimizer)
-        noise = float("nan") if self._noise is None else self._noise
-        state[prefix + PREFIX + "noise"] = torch.tensor(noise, dtype=torch.float64)
+        if self._noise is not None:
+            noise = torch.tensor(self._noise, dtype=torch.float64)
+            state[prefix + PREFIX + "noise"] = noise
         for name, shares in self._shares.items():
             state[f"{prefix}{PREFIX}shares.{name}"] = shares
 
     def _load(self, state: Any, prefix: str, *args: Any) -> None:
         """Takes shares from a checkpoint, and the noise if there is no optimizer."""
-        start = prefix + PREFIX
-        names = [name for name in state if name.startswith(start)]
-        found = {name[len(start) :]: state.pop(name) for name in names}
-        shares = {n[7:]: s for n, s in found.items() if n.startswith("shares.")}
+        shares = {}
+        for key in [key for key in state if key.startswith(prefix + PREFIX)]:
+            kind, _, name = key.removeprefix(prefix + PREFIX).partition(".")
+            saved = state.pop(key)
+            if kind == "shares":
+                shares[name] = saved
+            elif self._optimizer is None:
+                self._noise = float(saved)
         self._shares = shares or self._shares
-        if "noise" in found and self._optimizer is None:
-            self._noise = float(found["noise"])
         self._state = None
 
     def __deepcopy__(self, memo: Any) -> "ErrorTracker":
         # A copied model errs as the one in training does.
         return self
 
-    def __getstate__(self) -> Dict[str, Any]:
+    def __getstate__(self) -> dict[str, Any]:
         raise Refused(
             "A model whose errors are tracked can't be pickled.",
             remedy="Please save its state_dict, or detach the tracker first.",
         )
 
 
-def tracker_of(model: nn.Module) -> Optional[ErrorTracker]:
+def tracker_of(model: nn.Module) -> ErrorTracker | None:
     """The tracker of a model, if its errors are tracked."""
-    return getattr(innermost(model), "_opacus_ext_errors", None)
-
-
-def _attentions(model: nn.Module, corrected: Set[type]) -> List[str]:
-    """Classes of modules that seem to be attention and are not among these."""
-    found: Dict[str, None] = {}
-    for module in model.modules():
-        inner = list(module.modules())[1:]
-        if any("Attention" in type(each).__name__ for each in inner):
-            continue  # the inner ones count
-        if "Attention" in type(module).__name__ and type(module) not in corrected:
-            found[type(module).__name__] = None
-    return list(found)
+    return getattr(innermost(model), TRACKER, None)
 
 
 def _by_name(
-    model: nn.Module, shares: Union[None, Tensor, Mapping[str, Tensor]]
-) -> Dict[str, Tensor]:
+    model: nn.Module, shares: Tensor | Mapping[str, Tensor] | None
+) -> dict[str, Tensor]:
     if shares is None:
         return {}
     if not isinstance(shares, Tensor):
-        return {name: table.detach() for name, table in shares.items()}
+        return dict(shares)
     rows = {
-        id(m.weight): f"{n}.weight" if n else "weight"
-        for n, m in model.named_modules()
-        if isinstance(m, nn.Embedding) and m.num_embeddings == len(shares)
+        f"{name}.weight".lstrip(".")
+        for name, part in model.named_modules()
+        if isinstance(part, nn.Embedding) and part.num_embeddings == len(shares)
     }
     if len(rows) != 1:
         raise Refused(
             f"{len(shares)} shares belong to one embedding of as many rows, and the "
-            f"model has {len(rows)}: {list(rows.values())}.",
+            f"model has {len(rows)}: {sorted(rows)}.",
             parameter="shares",
             remedy="Pass them by name.",
         )
-    return {next(iter(rows.values())): shares.detach()}
+    return {rows.pop(): shares.detach()}
