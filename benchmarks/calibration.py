@@ -15,7 +15,7 @@ from typing import List, Tuple
 import numpy as np
 from opacus.accountants.utils import get_noise_multiplier
 
-from opacus_ext.planner.calibration import calibrate
+from opacus_ext.accountants.calibration import calibrate
 
 STEPS, DELTA = 16_000, 1e-8
 EPSILONS = 2.0 ** np.arange(-5, 8)

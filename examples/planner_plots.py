@@ -18,10 +18,10 @@ except ImportError as error:  # pragma: no cover
         "Figures take matplotlib: pip install opacus_ext[plots]"
     ) from error
 
-from opacus_ext.planner import calibration
+from opacus_ext.accountants import calibration
 from opacus_ext.planner.budget import DELTA, Budget
-from opacus_ext.planner.candidates import Candidates
 from opacus_ext.planner.loss_model import LossModel
+from opacus_ext.planner.plan import Candidates
 
 _OF = {"parameters": "parameters M", "batch_size": "batch size B", "steps": "steps T"}
 

@@ -13,11 +13,9 @@ import numpy as np
 import pytest
 
 from opacus_ext.planner import Budget, Candidates, LossModel, Measurements, noise_free
-from opacus_ext.planner.changes import doubled_loss
-from opacus_ext.planner.loss_model import MEASURED, PAPER, RULE, compute
+from opacus_ext.planner.laws import PAPER as LAW
+from opacus_ext.planner.loss_model import ERRORS, MEASURED, PAPER, RULE, compute
 from opacus_ext.planner.noise import noise_of
-from opacus_ext.planner.paper import ERRORS
-from opacus_ext.planner.paper import PAPER as LAW
 from opacus_ext.refused import Refused
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
@@ -118,7 +116,7 @@ def test_a_rule_of_thumb_gives_no_loss():
     table = Candidates(budget, LossModel.rule_of_thumb())
     plan, by_paper = table.best(), Candidates(budget, LossModel.of_paper()).best()
     assert plan.kind == RULE and plan.loss is None and table.not_private() is None
-    assert all(math.isnan(x) for x in doubled_loss(table))
+    assert all(math.isnan(x) for x in table.doubled_loss().values())
     # The same choice, where the paper's law knows; and any length of examples.
     assert by_paper.kind == PAPER and by_paper.loss > 0
     assert abs(math.log(plan.parameters / by_paper.parameters)) < 0.2

@@ -2,12 +2,10 @@
 Parametric laws. Oracles: data made from known laws, closed forms, published numbers.
 """
 
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 
-from opacus_ext.planner import laws
+from opacus_ext.planner import Measurements, laws
 from opacus_ext.planner.laws import CHINCHILLA, KAPLAN, LAWS
 
 L1 = laws.private.of(E=1.2, A=2e4, B=200.0, C=20.0, a=0.71, b=0.35, g=0.3)
@@ -96,7 +94,7 @@ def test_degenerate_fits_are_reported():
 
 
 def test_private_rows():
-    m = SimpleNamespace(
+    m = Measurements(
         parameters=np.array([1e4] * 6),
         steps=np.array([10.0, 20, 10, 20, 10, 20]),
         ratio=np.array([0, 0, 0.1, 0.1, 0.1, 0.1]),
@@ -104,7 +102,6 @@ def test_private_rows():
         run=np.array([0.0, 0, 1, 1, 2, 2]),
         batch_size=32,
     )
-    loss, inputs, groups = laws.private_rows(m)
+    loss, inputs = laws.private_rows(m)
     assert loss.tolist() == [5, 4, 5, 5.5]  # the better learning rate at each
     assert inputs["examples"].tolist() == [320, 640, 640, 320]
-    assert groups.tolist() == [0, 0, 1, 2]

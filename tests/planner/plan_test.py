@@ -11,7 +11,6 @@ from torch.utils.data import TensorDataset
 import opacus_ext  # noqa: F401
 from opacus_ext.data import Poisson
 from opacus_ext.planner import Budget, Candidates, LossModel
-from opacus_ext.planner.changes import doubled_loss, doubled_noise
 from opacus_ext.planner.loss_model import MEASURED, compute
 from opacus_ext.planner.noise import noise_of, verified_noise
 from opacus_ext.refused import Refused
@@ -95,20 +94,22 @@ def test_twice_of_everything(monkeypatch):
     table, most = (
         Candidates(dataclasses.replace(budget, epsilon=e), LAW) for e in (4, 100)
     )
-    plan, more = table.best(), doubled_loss(table)
-    assert min(more) >= -1e-4 and max(more) > 0
+    plan, more = table.best(), table.doubled_loss()
+    assert min(more.values()) >= -1e-4 and max(more.values()) > 0
     twice = Candidates(dataclasses.replace(budget, epsilon=8), LAW).best()
-    assert more.epsilon == pytest.approx(1 - twice.loss / plan.loss)
-    above = doubled_loss(most)
-    assert math.isnan(above.epsilon) and above.users >= 0
-    assert set(doubled_noise(most.best())) == {"batch_size", "users"}
+    assert more["epsilon"] == pytest.approx(1 - twice.loss / plan.loss)
+    above = most.doubled_loss()
+    assert math.isnan(above["epsilon"]) and above["users"] >= 0
+    assert set(most.best().doubled_noise()) == {"batch_size", "users"}
 
     def refuse(*args):
         raise Refused("takes too long")
 
-    monkeypatch.setattr("opacus_ext.planner.changes.Candidates", refuse)
-    more = doubled_loss(table)
-    assert math.isnan(more.epsilon) and math.isnan(more.users) and more.flops >= 0
+    monkeypatch.setattr("opacus_ext.planner.plan.Candidates", refuse)
+    more = table.doubled_loss()
+    assert (
+        math.isnan(more["epsilon"]) and math.isnan(more["users"]) and more["flops"] >= 0
+    )
 
 
 def test_sizes_of_which_so_many_steps_are_not_known():

@@ -17,11 +17,9 @@ from opacus_ext.planner import (
     hold_out,
     laws,
 )
-from opacus_ext.planner.changes import by_rank
 from opacus_ext.planner.cost import Device
-from opacus_ext.planner.families import find_family
 from opacus_ext.planner.loss_model import MEASURED
-from opacus_ext.planner.measure import measure
+from opacus_ext.planner.measure import find_family, measure
 from opacus_ext.planner.noise_free import NoiseFree
 from opacus_ext.planner.surface import Surface
 from opacus_ext.refused import Refused
@@ -96,7 +94,7 @@ def device(**given):
 
 
 def rank(rank):
-    return by_rank(tuned(), rank)
+    return tuned().by_rank(rank)
 
 
 def written(tmp_path, *lines, name="runs.jsonl"):

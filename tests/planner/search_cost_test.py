@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from opacus.accountants.analysis.rdp import compute_rdp
 
-from opacus_ext.planner import search_cost
+from opacus_ext.planner import cost as search_cost
 from opacus_ext.refused import Refused
 
 ORDERS = np.array([1.5, 2.0, 4.0, 9.0, 30.0])

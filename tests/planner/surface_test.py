@@ -14,8 +14,7 @@ from scipy.optimize import curve_fit
 
 from opacus_ext.planner import Budget, Candidates, LossModel, laws
 from opacus_ext.planner.measurements import Measurements
-from opacus_ext.planner.readings import extrapolate
-from opacus_ext.planner.surface import Surface, continued, hold_out
+from opacus_ext.planner.surface import Surface, continued, extrapolate, hold_out
 
 LAW = laws.private_sigmoid.of(
     E=1.2, A=2e3, B=2e3, C=4.0, a=0.47, b=0.42, g=0.95, a2=-0.07

@@ -12,7 +12,6 @@ import pytest
 
 from opacus_ext.planner import Budget, Candidates, LossModel, Measurements
 from opacus_ext.planner.budget import HopelessError
-from opacus_ext.planner.changes import by_rank
 from opacus_ext.planner.commands.main import main
 from opacus_ext.planner.loss_model import NOISE_FREE, RULE, compute
 from opacus_ext.planner.noise import noise_of
@@ -51,7 +50,7 @@ def test_frozen_parameters_cost_compute_and_no_noise(table):
 
 
 def test_a_higher_rank_is_more_noise(table):
-    plans = by_rank(table, rank=8)
+    plans = table.by_rank(8)
     assert list(plans) == [2, 4, 8, 16, 32]
     assert plans[8] == table.best()
     assert [p.trainable for p in plans.values()] == [
@@ -59,11 +58,11 @@ def test_a_higher_rank_is_more_noise(table):
     ]
     losses = [p.loss for p in plans.values()]
     assert losses == sorted(losses) and losses[0] < losses[-1]
-    assert list(by_rank(table, rank=1)) == [1, 2, 4]
-    assert list(by_rank(table, rank=6)) == [3, 6, 12, 24]
+    assert list(table.by_rank(1)) == [1, 2, 4]
+    assert list(table.by_rank(6)) == [3, 6, 12, 24]
     whole = Candidates(Budget(1e5, 8, steps=(1000, 1100)), LossModel.rule_of_thumb())
     with pytest.raises(Refused, match="Ranks are of adapters"):
-        by_rank(whole, rank=1)
+        whole.by_rank(1)
 
 
 def test_noise_slows_a_run_down():
