@@ -252,7 +252,7 @@ class _Rows:
         self.mean = float(outcome.mean())
         self.outcome = outcome - self.mean
 
-    def _constants(self, values: Sequence[Any]) -> Dict[str, Any]:
+    def _constants(self, values: Any) -> Dict[str, Any]:
         return {
             name: np.exp(value) if _is_positive(name) else value
             for name, value in zip(self.law.constants, values)
@@ -262,7 +262,7 @@ class _Rows:
         equal = dict.fromkeys(self.law.coefficients, coefficient)
         return self.law.formula(**self.middle, **{**constants, **equal})
 
-    def _terms(self, values: Sequence[Any]) -> Terms:
+    def _terms(self, values: Any) -> Terms:
         constants = self._constants(values)
         power, terms = self.law.formula(**self.logs, **constants)
         middle = self._in_the_middle(constants, 1.0)[1]
@@ -294,7 +294,7 @@ class _Rows:
             shares = [np.exp(term - total) for term in terms]
             slopes = []
             for at in range(len(values)):
-                # Terms are linear in the rows' logs: a complex step is cheap, and exact.
+                # Terms are linear in logs: a complex step is cheap, and exact.
                 moved = [*values]
                 moved[at] += 1e-30j
                 moved_power, moved_terms = self._terms(moved)
@@ -445,7 +445,7 @@ def _warnings(fit: Fit, slopes: np.ndarray) -> List[str]:
 
 
 def squash(ratio: np.ndarray) -> np.ndarray:
-    """log s', equation 4 of the private paper, by eye for ratios of 2^-23 to 2^-6."""
+    """log s', the private paper's equation 4, by eye for ratios of 2^-23 to 2^-6."""
     return -np.logaddexp(0.0, -(log(ratio) + 8) / 1.6)
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
-from typing import Any, Dict, Iterator, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple
 
 import numpy as np
 
@@ -33,7 +33,8 @@ POINTS = {"parameters": 8, "trainable": 8, "batch_size": 4, "steps": 8}
 _AXES = "parameters", "batch_size", "steps"
 
 
-class Near(NamedTuple):
+@dataclass(frozen=True)
+class Near:
     """Configurations about as good as the best: least and largest of each."""
 
     parameters: Tuple[int, int]
@@ -377,10 +378,8 @@ class Candidates:
         # The grid's noise is interpolated, so that a plan has its own.
         noise, ratio, amplified = noise_of(budget, batch, steps)
         ratio = float(ratio)
-        loss: Optional[float] = float(law.loss(trained, batch, steps, ratio))
-        if law.kind == RULE:
-            loss = None
-        elif not math.isfinite(loss):  # the grid's noise is lower, at the law's edge
+        loss = float(law.loss(trained, batch, steps, ratio))
+        if not math.isfinite(loss):  # the grid's noise is lower, at the law's very edge
             loss = float(self.loss[index])
         rate = law.learning_rate and float(law.learning_rate(trained, steps, ratio))
         ends = [*self._ends(index)]
@@ -396,7 +395,7 @@ class Candidates:
             ratio=ratio,
             noise_norm=ratio * math.sqrt(trained),
             amplified=bool(amplified),
-            loss=loss,
+            loss=None if law.kind == RULE else loss,
             kind=law.kind,
             ends={name: end for name, end, _ in ends},
             caveats=(
@@ -416,9 +415,8 @@ class Candidates:
             if name != "batch_size":
                 # The law may know fewer steps of this size, and of these steps fewer
                 # sizes.
-                others = [*at]
-                others[position] = slice(None)
-                axis = axis[np.isfinite(self.loss[tuple(others)])]
+                others = (*at[:position], slice(None), *at[position + 1 :])
+                axis = axis[np.isfinite(self.loss[others])]
             elif self.budget.batch_size is None:
                 continue  # a batch of one, or of all examples, is no end
             # Compute may not allow the very end: a point of the lattice beside counts.
@@ -446,8 +444,8 @@ class Candidates:
         loss = self._within(flops)[1]
         at = np.nonzero(loss <= loss.min() * (1 + within))
         values = [getattr(self, name)[i] for name, i in zip(_AXES, at)]
-        ends = [(int(x.min()), int(x.max())) for x in values]
-        return Near(*ends, len(at[0]))
+        size, batch, steps = ((int(x.min()), int(x.max())) for x in values)
+        return Near(size, batch, steps, len(at[0]))
 
     def by_batch_size(
         self,
@@ -525,7 +523,8 @@ class Candidates:
             try:
                 twice = _doubled(plan.budget, name)
                 table = self if name == "flops" else Candidates(twice, self.law)
-                gains[name] = 1 - (table.best(twice.flops).loss or math.nan) / plan.loss
+                less = table.best(twice.flops).loss
+                gains[name] = 1 - less / plan.loss  # type: ignore[operator]
             except Refused:  # above 100, or its noise would take too long
                 continue
         return gains

@@ -134,7 +134,7 @@ class Surface:
                 loss[:, j] = np.where(measured[:, j], np.exp(known), np.nan)
                 rate[i, :, j] = curve.rate[_nearest(curve.steps, grid)]
             loss = _not_falling_with_ratio(loss)
-            for j in np.flatnonzero(~measured[-1]):
+            for j in map(int, np.flatnonzero(~measured[-1])):
                 cell = f"parameters {size:g}, ratio {ratios[j]:g}"
                 start, beyond = min(fit_from, measured_to[i, j] / 4), ~measured[:, j]
                 used = measured[:, j] & (grid >= start)
@@ -216,11 +216,11 @@ class Surface:
         Raises:
             Refused: outside of the ranges, unless ``outside`` is ``"nan"``
         """
-        size, steps, ratio = self._points(parameters, steps, ratio, outside)
+        points = self._points(parameters, steps, ratio, outside)
         axes = np.log(self.parameters), np.log(self.steps), self._scale(self.ratio)
-        at = np.stack([np.log(size), np.log(steps), self._scale(ratio)], -1)
+        at = np.stack([*np.log(points[:2]), self._scale(points[2])], -1)
         interpolated = RegularGridInterpolator(axes, self.log_loss, bounds_error=False)
-        return np.exp(interpolated(at)).reshape(size.shape)
+        return np.exp(interpolated(at)).reshape(points[0].shape)
 
     def learning_rate(
         self, parameters: ArrayLike, steps: ArrayLike, ratio: ArrayLike
@@ -242,7 +242,7 @@ class Surface:
 
     def _points(
         self, parameters: ArrayLike, steps: ArrayLike, ratio: ArrayLike, outside: str
-    ) -> Tuple[np.ndarray, ...]:
+    ) -> np.ndarray:
         """The arguments, broadcast and checked; nan outside of the grid."""
         if outside not in ("raise", "nan"):
             raise Refused(
@@ -403,7 +403,7 @@ def hold_out(
             f"The runs of {name} {value:g} have no steps in common with the others.",
             parameter=name,
         )
-    return HoldOut(*rows[:, inside], predicted[inside])
+    return HoldOut(*[*rows[:, inside], predicted[inside]])
 
 
 def _runs_of(
@@ -484,7 +484,8 @@ def best_curves(
         if runs:
             of_cell[cell].append(_mean_of_seeds(runs, int(window)))
     best = {}
-    for cell in product(*(sorted({cell[i] for cell in of_cell}) for i in (0, 1))):
+    sizes, ratios = (sorted({cell[i] for cell in of_cell}) for i in (0, 1))
+    for cell in product(sizes, ratios):
         curves = of_cell.get(cell)
         if not curves:
             raise Refused(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+from dataclasses import asdict
 from itertools import product
 from typing import Any, Dict, List, Optional, Tuple
 
@@ -106,7 +107,7 @@ def _row(args: argparse.Namespace, table: Candidates, plan: Plan) -> Row:
     }
     return {
         **plan.as_dict(),
-        "near_optimal": table.near(flops)._asdict(),
+        "near_optimal": asdict(table.near(flops)),
         "saturating": {**saturating, "cost": _cost(args, most)},
         "cost": _cost(args, plan),
         "ranks": ranks
