@@ -51,30 +51,19 @@ def test_known_law_is_recovered(name):
 def test_formulas():
     """Each law against its formula, written out."""
     m, d, s = 3e8, 4e9, 1e-4
-    p, q = L2.parameters, L1.parameters
     squashed = 1 / (1 + np.exp(-(np.log(s) + 8) / 1.6))
-    noise = p["C"] * squashed ** p["g"] / m ** p["a2"]
+    rows = dict(parameters=m, examples=d, ratio=s)
+    free = 1.2 + 2e4 / m**0.71 + 200 / d**0.35
+    kaplan = ((6.4e13 / m) ** (0.076 / 0.103) + 1.8e13 / d) ** 0.103
+    harm = 4 * squashed**0.95 * m**0.07
     for fit, inputs, expected in (
-        (
-            L2,
-            dict(parameters=m, examples=d, ratio=s),
-            p["E"] + p["A"] / m ** p["a"] + p["B"] / d ** p["b"] + noise,
-        ),
-        (
-            L1,
-            dict(parameters=m, examples=d, ratio=s),
-            q["E"] + q["A"] / m**0.71 + q["B"] / d**0.35 + q["C"] * s**0.3,
-        ),
-        (
-            KAPLAN["parameters_tokens"],
-            dict(parameters=m, tokens=d),
-            ((6.4e13 / m) ** (0.076 / 0.103) + 1.8e13 / d) ** 0.103,
-        ),
+        (L1, rows, free + 20 * s**0.3),
+        (L1, {**rows, "ratio": 0}, free),
+        (L2, rows, 1.2 + 2e3 / m**0.47 + 20 / d**0.22 + harm),
+        (KAPLAN["parameters_tokens"], dict(parameters=m, tokens=d), kaplan),
         (KAPLAN["critical_batch"], dict(loss=3.0), 2.1e8 / 3.0 ** (1 / 0.21)),
     ):
         assert fit.predict(**inputs) == pytest.approx(expected)
-    free = L1.predict(parameters=m, examples=d, ratio=0)
-    assert free == pytest.approx(q["E"] + q["A"] / m**0.71 + q["B"] / d**0.35)
     found = CHINCHILLA.predict(parameters=[[1e6], [1e7]], tokens=[1e8, 1e9, 1e10])
     assert found.shape == (2, 3)
 
