@@ -3,8 +3,8 @@
     python benchmarks/planner_laws.py
 
 The constants of L2, the paper's law (:data:`opacus_ext.planner.laws.PAPER`), are fitted
-to the 16 rows of its table 2 by non-negative least squares on two kinds of equations, both
-linear in E, A, B and C:
+to the 16 rows of its table 2 by non-negative least squares on two kinds of equations,
+both linear in E, A, B and C:
 
 - the loss of each row is the law's;
 - each row is the best of its compute, so that by the law an e-fold more of the size,

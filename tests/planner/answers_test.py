@@ -160,7 +160,7 @@ def test_ends_of_ranges_and_extrapolations_are_reported():
         (
             best(known_steps=(100, 700), continuation="7 %"),
             {},
-            "Runs were measured to 700 steps; 1,000 are extrapolated: 7 %.",
+            "are extrapolated: 7 %.",
         ),
         (best(**outside), {}, "outside of the measured sizes, 1,000,000 to 10"),
         # What was settled by its range is no end; a range that cuts is.
