@@ -500,6 +500,7 @@ class Candidates:
             raise Refused(
                 "Ranks are of adapters: the budget has no trainable parameters.",
                 parameter="trainable",
+                remedy="Pass trainable (--trainable), the adapters' parameters.",
             )
         for factor in (0.25, 0.5, 1.0, 2.0, 4.0):
             trainable = round(budget.trainable * factor)
