@@ -17,7 +17,7 @@ def load_parser():
     if package is None:
         sys.exit(f"opacus-ext: error: no opacus_ext is installed for {sys.executable}")
     folder = Path(list(package.submodule_search_locations)[0])
-    path = folder / "planner" / "commands" / "parser.py"
+    path = folder / "planner" / "commands" / "options.py"
     spec = spec_from_file_location("_opacus_ext_parser", path)
     module = module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -36,7 +36,7 @@ def main():
     arguments = parser.parse()
     if not parser.needs_torch(arguments):
         subpackages = (f"opacus_ext.{x}" for x in ("accountants", "data", "planner"))
-        import_bare("opacus_ext", *subpackages, "prv_accountant")
+        import_bare("opacus_ext", *subpackages)
     from opacus_ext.planner.commands.main import run
 
     return run(arguments)

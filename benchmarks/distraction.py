@@ -66,7 +66,7 @@ def attention_mass(
 
 @contextmanager
 def _measured(marked: Tensor, found: List[Tensor]) -> Iterator[None]:
-    """Attention appends what marked positions get of it, mean over heads, ``[B, T]``."""
+    """Attention appends what marked positions get, mean over heads, ``[B, T]``."""
     inside = False
 
     def measure(function: Callable) -> Callable:

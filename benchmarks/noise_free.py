@@ -21,8 +21,7 @@ import torch
 from scipy.optimize import isotonic_regression
 from torch.utils.data import DataLoader
 
-from opacus_ext.planner.families import Family, byte_transformers
-from opacus_ext.planner.measure import measure
+from opacus_ext.planner.measure import Family, byte_transformers, measure
 from opacus_ext.planner.measurements import Measurements, read_runs
 from opacus_ext.planner.noise_free import NoiseFree
 from opacus_ext.tables import text_table

@@ -2,9 +2,9 @@
 
     python benchmarks/planner_laws.py
 
-The constants of L2, the paper's law (:mod:`opacus_ext.planner.paper`), are fitted to
-the 16 rows of its table 2 by non-negative least squares on two kinds of equations, both
-linear in E, A, B and C:
+The constants of L2, the paper's law (:data:`opacus_ext.planner.laws.PAPER`), are fitted
+to the 16 rows of its table 2 by non-negative least squares on two kinds of equations,
+both linear in E, A, B and C:
 
 - the loss of each row is the law's;
 - each row is the best of its compute, so that by the law an e-fold more of the size,
@@ -24,9 +24,9 @@ from scipy.optimize import least_squares, minimize_scalar, nnls
 
 from opacus_ext.accountants.calibration import calibrate
 from opacus_ext.planner import Measurements, Surface, scaled_options
-from opacus_ext.planner.laws import Fit, private_sigmoid
+from opacus_ext.planner.laws import PAPER, Fit, private_sigmoid, squash
+from opacus_ext.planner.loss_model import PHYSICAL_BATCH
 from opacus_ext.planner.noise_free import KAPPA, NoiseFree
-from opacus_ext.planner.paper import PAPER, PHYSICAL_BATCH
 
 DELTA = 1e-8
 RATIOS = 0.0, 2.0**-4  # of the runs that kappa is fitted to
@@ -80,7 +80,7 @@ def _log_squashed(
     table = np.array(rows).T
     steps, batch = np.round(table[5] * more_steps), table[6] * more_batch
     ratio = calibrate(table[1], DELTA, steps, batch, table[0]).ratio
-    return private_sigmoid.transforms["ratio"](ratio)
+    return squash(ratio)
 
 
 def _solve(

@@ -14,6 +14,8 @@ from pathlib import Path
 from statistics import mean, stdev
 from typing import Any, Callable, Dict, List, Sequence
 
+from opacus_ext.planner.commands.options import build_parser
+
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 MARKED = re.compile(r"(<!-- table: (\S+) -->\n).*?(<!-- end -->)", re.S)
@@ -228,6 +230,23 @@ def scale() -> str:
     return written(head, body)
 
 
+def options() -> str:
+    """The options of opacus-ext."""
+    body = []
+    (commands,) = (action for action in build_parser()._actions if action.choices)
+    for name, parser in commands.choices.items():
+        for action in parser._actions:
+            if action.dest not in ("help", "json"):
+                flag = (action.option_strings or [action.dest])[0]
+                said = action.help
+                if action.choices:
+                    said = f"{said}: {', '.join(action.choices)}"
+                if action.required:
+                    said = f"{said} (required)"
+                body.append((name, f"`{flag}`", said))
+    return written(("command", "option", "what it says"), body)
+
+
 TABLES: Dict[str, Callable[[], str]] = {
     "releases-ml-1m": lambda: releases("ml-1m"),
     "releases-games": lambda: releases("games"),
@@ -241,6 +260,7 @@ TABLES: Dict[str, Callable[[], str]] = {
     "h100": h100,
     "machines": machines,
     "scale": scale,
+    "options": options,
 }
 
 

@@ -20,8 +20,8 @@ except ImportError as error:  # pragma: no cover
 
 from opacus_ext.accountants import calibration
 from opacus_ext.planner.budget import DELTA, Budget
-from opacus_ext.planner.candidates import Candidates
 from opacus_ext.planner.loss_model import LossModel
+from opacus_ext.planner.plan import Candidates
 
 _OF = {"parameters": "parameters M", "batch_size": "batch size B", "steps": "steps T"}
 

@@ -146,14 +146,14 @@ def commands():
 
 def test_commands_are_known(monkeypatch):
     """Targets of make, arguments of opacus-ext, modules and files that are there."""
-    from opacus_ext.planner.commands import parser
+    from opacus_ext.planner.commands import options
 
     class Files:
         """A reader's, all of which are there."""
 
         exists = isdir = staticmethod(lambda path: True)
 
-    monkeypatch.setattr(parser, "os", type("os", (), {"path": Files}))
+    monkeypatch.setattr(options, "os", type("os", (), {"path": Files}))
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     names = set()
     for page, (name, *args) in commands():
@@ -161,7 +161,7 @@ def test_commands_are_known(monkeypatch):
         if name == "make":
             assert re.search(rf"^{args[0]}:", makefile, re.M), (page, args)
         elif name == "opacus-ext":
-            assert parser.parse(args).command == args[0]
+            assert options.parse(args).command == args[0]
         elif name == "python" and args[0] == "-m":
             module = ROOT.joinpath(*args[1].split("."))
             assert module.with_suffix(".py").exists() or module.is_dir(), (page, args)

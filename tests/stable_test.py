@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import opacus_ext
-from opacus_ext.planner.commands.parser import COMMANDS
+from opacus_ext.planner.commands.options import COMMANDS
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "reference" / "stable.md").read_text(encoding="utf-8")

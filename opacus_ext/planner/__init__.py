@@ -2,12 +2,11 @@
 
 from opacus_ext.planner import laws
 from opacus_ext.planner.budget import Budget
-from opacus_ext.planner.candidates import Candidates
-from opacus_ext.planner.families import Family, byte_transformers
 from opacus_ext.planner.laws import CHINCHILLA, KAPLAN, Fit, Law
 from opacus_ext.planner.loss_model import LossModel
+from opacus_ext.planner.measure import Family, byte_transformers
 from opacus_ext.planner.measurements import Measurements
-from opacus_ext.planner.plan import Plan
+from opacus_ext.planner.plan import Candidates, Plan
 from opacus_ext.planner.surface import Surface, hold_out, scaled_options
 
 __all__ = [

@@ -120,5 +120,9 @@ class Budget:
     @property
     def examples(self) -> float:
         """The number that batches are drawn from: users, or all of their records."""
-        records = self.records_per_user if self.sampling == "records" else 1
-        return float(math.floor(self.users) * records)
+        return float(math.floor(self.users) * self.records)
+
+    @property
+    def records(self) -> int:
+        """Records of a user that are drawn independently."""
+        return self.records_per_user if self.sampling == "records" else 1

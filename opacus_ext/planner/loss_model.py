@@ -7,19 +7,30 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any, Callable, Optional, Tuple
+from typing import Any, Callable, Iterator, Optional, Tuple
 
 import numpy as np
 
-from opacus_ext.planner import noise_free, paper
-from opacus_ext.planner.law import Law
-from opacus_ext.planner.laws import private_rows
+from opacus_ext.planner import noise_free
+from opacus_ext.planner.budget import Budget
+from opacus_ext.planner.laws import PAPER as PAPER_LAW
+from opacus_ext.planner.laws import Law, private_rows
+from opacus_ext.planner.measurements import Measurements
 from opacus_ext.planner.noise_free import NoiseFree
 from opacus_ext.planner.surface import Surface, continued, scaled_options
+from opacus_ext.refused import Refused
 
 #: The kinds of answer of a plan; a rule of thumb has no loss.
 MEASURED, PAPER, RULE = "measured", "paper's law", "rule of thumb"
 NOISE_FREE = "run without noise"
+
+# Of the paper's study.
+PHYSICAL_BATCH = 1024
+SIZES = 4.5e6, 7.78e8  # that were trained
+STEPS = 1e3, 8.2e6  # of its plans; runs ended at 128,000
+MOST_LOSS = math.log(30_522)  # of a uniform prediction; the formula goes beyond
+RATIOS = 2.0**-20.25, 2.0**-8.5  # of its table's rows
+ERRORS = 0.029, 0.063  # of the table's 16 losses: mean and largest
 
 Range = Tuple[float, float]
 
@@ -96,9 +107,66 @@ class LossModel:
         """The kind of law, as people call it."""
         return "measured law" if self.kind == MEASURED else self.kind
 
+    def check(self, budget: Budget) -> None:
+        """Refuses a budget of other examples or models than the law's."""
+        if self.tokens and self.tokens != budget.tokens:
+            raise Refused(
+                f"tokens={budget.tokens}: the law was measured on examples of "
+                f"{self.tokens} tokens, and says nothing of others.",
+                parameter="tokens",
+                remedy=f"Plan with tokens={self.tokens}, or measure.",
+            )
+        if budget.tuned is not None and self.kind == PAPER:
+            raise Refused(
+                "The paper's law is of models that are trained whole.",
+                parameter="trainable",
+                remedy="Plan by a rule of thumb, or by a run without noise.",
+            )
+        if self.kind == NOISE_FREE and len(set(budget.trained or (1, 2))) > 1:
+            raise Refused(
+                "A run without noise is of one model.",
+                parameter="parameters",
+                remedy="Pass its size, (M, M).",
+            )
+
+    def caveats(
+        self, budget: Budget, size: int, batch: int, steps: int, ratio: float
+    ) -> Iterator[str]:
+        """What is extrapolated for a configuration, for people."""
+        low, high = self.known_steps[0], float(self.measured_to(size, ratio))
+        if steps > high:
+            yield (
+                f"Runs were measured to {high:,.0f} steps; {steps:,.0f} are "
+                f"extrapolated: {self.continuation}."
+            )
+        elif steps < low:
+            yield f"{steps:,.0f} steps are fewer than were measured, {low:,.0f}."
+        low, high = self.known_parameters
+        if not low <= size <= high:
+            trainable = "" if budget.trainable is None else "trainable "
+            yield (
+                f"{size:,.0f} {trainable}parameters are outside of the measured sizes, "
+                f"{low:,.0f} to {high:,.0f}: extrapolated."
+            )
+        if batch < self.batch_size:
+            yield (
+                f"The batch of {batch:,.0f} is smaller than the {self.batch_size:,} of "
+                "the measurements: what fewer examples a step lose is not counted."
+            )
+        if self.kind == MEASURED and budget.tuned is not None:
+            yield (
+                "Sizes of the measurements count as trainable parameters of this "
+                "model: they must be runs of adapters on it."
+            )
+        if ratio < self.least_ratio:
+            yield (
+                f"The noise-batch ratio {ratio:.2g} is below the lowest measured one, "
+                f"{self.least_ratio:.2g}: extrapolated."
+            )
+
     @classmethod
     def of_measurements(
-        cls, measurements: Any, source: str, **options: Any
+        cls, measurements: Measurements, source: str, **options: Any
     ) -> LossModel:
         """
         A surface fitted to measured runs, within its ranges and four times the measured
@@ -141,45 +209,50 @@ class LossModel:
         )
 
     @classmethod
-    def of_law(cls, law: Law, measurements: Any) -> LossModel:
+    def of_law(cls, law: Law, measurements: Measurements) -> LossModel:
         """A law of private training, the paper's L1 or L2, fitted to measured runs."""
-        target, inputs, _ = private_rows(measurements)
-        fit = law.fit(target, **inputs)  # type: ignore[arg-type]
-        m = measurements
+        target, inputs = private_rows(measurements)
+        m, fit = measurements, law.fit(target, **inputs)  # type: ignore[arg-type]
 
         def loss(parameters: Any, batch: Any, steps: Any, ratio: Any) -> Any:
             examples = m.batch_size * steps
             return fit.predict(parameters=parameters, examples=examples, ratio=ratio)
 
-        ends = (m.sizes[0], m.sizes[-1]), (m.steps.min(), m.steps.max())
-        source = f"{law.name}, fitted to {fit.rows} rows"
-        meta = m.tokens, m.batch_size, MEASURED, source
-        return cls(loss, *ends, *meta, warnings=fit.warnings)
+        return cls(
+            loss,
+            (m.sizes[0], m.sizes[-1]),
+            (m.steps.min(), m.steps.max()),
+            tokens=m.tokens,
+            batch_size=m.batch_size,
+            kind=MEASURED,
+            source=f"{law.name}, fitted to {fit.rows} rows",
+            warnings=fit.warnings,
+        )
 
     @classmethod
     def of_paper(cls) -> LossModel:
         """
-        :data:`opacus_ext.planner.paper.PAPER`, for masked language models of the
+        :data:`opacus_ext.planner.laws.PAPER`, for masked language models of the
         paper's family (BERT, examples of 512 tokens) and no other.
         """
 
         def loss(*configuration: Any) -> np.ndarray:
             found = _paper_loss(*configuration)
-            return np.where(found <= paper.MOST_LOSS, found, np.nan)
+            return np.where(found <= MOST_LOSS, found, np.nan)
 
-        mean, most = paper.ERRORS
+        mean, most = ERRORS
         return cls(
             loss,
-            paper.SIZES,
-            paper.STEPS,
-            tokens=paper.TOKENS,
+            SIZES,
+            STEPS,
+            tokens=512,
             batch_size=0,  # nothing was published without noise
             kind=PAPER,
-            source=f"L2, fitted to {paper.ROWS} published runs of BERT-like masked "
-            f"language models; their losses to {mean:.1%} in the mean, {most:.1%} at "
-            "most. Of no other models",
-            known_steps=(paper.STEPS[0], paper.MEASURED_STEPS),
-            least_ratio=paper.RATIOS[0],
+            source="L2, fitted to 16 published runs of BERT-like masked language "
+            f"models; their losses to {mean:.1%} in the mean, {most:.1%} at most. Of "
+            "no other models",
+            known_steps=(STEPS[0], 128_000.0),
+            least_ratio=RATIOS[0],
         )
 
     @classmethod
@@ -223,19 +296,19 @@ class LossModel:
             cls.of_paper(),
             loss=_paper_loss,
             parameters=(1e4, 1e12),
-            steps=(100.0, paper.STEPS[1]),
+            steps=(100.0, STEPS[1]),
             tokens=0,
             kind=RULE,
             source="what is best for BERT-like masked language models (the paper's "
             "law), used for any model. No loss is given",
-            known_parameters=paper.SIZES,
+            known_parameters=SIZES,
         )
 
 
 def _paper_loss(parameters: Any, batch_size: Any, steps: Any, ratio: Any) -> np.ndarray:
-    found = paper.PAPER.predict(
+    found = PAPER_LAW.predict(
         parameters=parameters,
-        examples=np.multiply(steps, float(paper.PHYSICAL_BATCH)),
+        examples=np.multiply(steps, float(PHYSICAL_BATCH)),
         ratio=np.minimum(ratio, 1.0),  # without enough steps it may be inf
     )
-    return np.where(np.asarray(ratio) <= paper.RATIOS[1], found, np.nan)
+    return np.where(np.asarray(ratio) <= RATIOS[1], found, np.nan)

@@ -6,19 +6,24 @@ import hashlib
 import itertools
 import json
 import math
+import re
 import time
 import warnings
+from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
-from typing import Any, Dict, Iterator, List, Optional, Sequence, Union
+from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple, Union
 
+import numpy as np
 import torch
 from opacus import PrivacyEngine
-from torch.utils.data import DataLoader, Subset
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 from tqdm import tqdm
 
 import opacus_ext  # noqa: F401  the modes
 from opacus_ext.accountants.solver import checked
-from opacus_ext.planner.families import Family
+from opacus_ext.models.dpformer import DPFormer
 from opacus_ext.planner.measurements import Measurements, read_runs
 from opacus_ext.progress import progress as show_progress
 from opacus_ext.refused import Refused
@@ -28,6 +33,122 @@ _KEY = (
     "family size ratio learning_rate batch_size tokens total_steps every warmup "
     "max_grad_norm data seed"
 ).split()
+
+
+@dataclass(frozen=True)
+class Family:
+    """
+    One architecture at several sizes, and what it is trained on, for
+    :func:`measure`.
+
+    Attributes:
+        name: of the measurements
+        sizes: names of the sizes, small to large
+        build: function of a size's name that returns a model with new random weights
+        dataset: items (inputs, targets); one is an example, the unit of clipping
+        criterion: returns a loss for each example, or their mean, by its ``reduction``
+        tokens: S, tokens of an example (6 M S operations a step and example)
+    """
+
+    name: str
+    sizes: Sequence[str]
+    build: Callable[[str], nn.Module]
+    dataset: Dataset
+    criterion: nn.Module
+    tokens: int
+
+
+class _TokenLoss(nn.CrossEntropyLoss):
+    """The mean loss of an example's tokens."""
+
+    def forward(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        flat = logits.flatten(0, 1), targets.flatten()
+        loss = nn.functional.cross_entropy(*flat, reduction="none")
+        loss = loss.view(targets.shape).mean(1)
+        return loss.mean() if self.reduction == "mean" else loss
+
+
+SIZES = ("16x2", "32x2", "64x2", "128x2", "192x2")
+
+
+def byte_transformers(
+    text: Union[str, Path, bytes], length: int = 64, sizes: Sequence[str] = SIZES
+) -> Family:
+    """
+    Causal transformers on the bytes of a text: :class:`opacus_ext.models.DPFormer`.
+
+    Args:
+        text: a file, or the bytes themselves
+        length: S, bytes of an example; examples do not overlap
+        sizes: as "WIDTHxDEPTH"; heads are 32 wide
+
+    Raises:
+        OSError: if the file can't be read
+        Refused: for another form of a size, or a text shorter than an example
+
+    Example:
+        >>> family = byte_transformers(b"To be, or not to be" * 20, length=8)
+        >>> sum(p.numel() for p in family.build("16x2").parameters())
+        10800
+    """
+    content = text if isinstance(text, bytes) else Path(text).read_bytes()
+    examples = (len(content) - 1) // length
+    if examples < 1:
+        raise Refused(
+            f"A text of {len(content)} bytes has no example of {length}.",
+            parameter="text",
+        )
+    shapes = {size: _shape(size) for size in sizes}
+    # Bytes are numbered from 1: DPFormer takes 0 for padding.
+    ids = torch.from_numpy(np.frombuffer(content, dtype=np.uint8).astype(np.int64)) + 1
+    shifted = [ids[i : examples * length + i].view(examples, length) for i in (0, 1)]
+
+    def build(size: str) -> nn.Module:
+        width, depth = shapes[size]
+        heads = max(1, width // 32)
+        return DPFormer(256, length, width, depth, heads, dropout=0.0)
+
+    dataset = TensorDataset(*shifted)
+    return Family("bytes", tuple(sizes), build, dataset, _TokenLoss(), length)
+
+
+def _shape(size: str) -> Tuple[int, int]:
+    found = re.fullmatch(r"(\d+)x(\d+)", size)
+    width, depth = map(int, found.groups() if found else (0, 0))
+    if min(width, depth) < 1 or (width > 32 and width % 32):
+        raise Refused(
+            f"{size!r} is no WIDTHxDEPTH, of a width below 32 or a multiple of it.",
+            parameter="sizes",
+        )
+    return width, depth
+
+
+def find_family(name: str, text: Optional[str] = None) -> Family:
+    """
+    The family "bytes", of a text, or that which "package.module:function" returns,
+    called with the text if there is one.
+    """
+    if name == "bytes":
+        if text is None:
+            raise Refused("The family of bytes needs a text.", parameter="text")
+        return byte_transformers(text)
+    family = made_by(name, "family", *(() if text is None else (text,)))
+    if not isinstance(family, Family):
+        raise Refused(f"{name!r} returned {type(family).__name__}, not a Family.")
+    return family
+
+
+def made_by(name: str, parameter: str, *args: Any) -> Any:
+    """The result of "package.module:function", which an argument of this name names."""
+    module, _, function = name.partition(":")
+    try:
+        return getattr(import_module(module), function)(*args)
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
+        raise Refused(
+            f"{parameter} {name!r} is not to be had as module:function: {error}.",
+            parameter=parameter,
+            remedy="Name a function that can be imported and called so.",
+        ) from error
 
 
 def measure(
@@ -56,7 +177,7 @@ def measure(
     **These runs are not private in their text**: measure on public data.
 
     Args:
-        family: see :mod:`opacus_ext.planner.families`
+        family: see :class:`Family`
         path: file that runs are appended to, one a line; runs on file are not repeated,
             so that the same call continues after a stop
         ratios: noise-batch ratios; 0 is noise-free
@@ -74,7 +195,7 @@ def measure(
         Refused: for an empty grid, and arguments out of range
 
     Example:
-        >>> from opacus_ext.planner.families import byte_transformers
+        >>> from opacus_ext.planner import byte_transformers
         >>> family = byte_transformers(b"To be, or not to be" * 20, 8, ["8x1"])
         >>> grid = dict(ratios=[0, 0.01], steps=4, every=2, batch_size=4)
         >>> runs = measure(family, "runs.jsonl", **grid, progress=False)
@@ -95,10 +216,8 @@ def measure(
     path = Path(path)
     path.open("a").close()  # or it can't be written, which is known before training
     known = {_key(run): run for run in read_runs(path)}
-    if known and not path.read_bytes().endswith(b"\n"):
-        with path.open("a") as file:
-            file.write("\n")
     settings = dict(
+        family=family.name,
         batch_size=batch_size,
         tokens=family.tokens,
         total_steps=steps,
@@ -108,21 +227,20 @@ def measure(
         data=_digest(family.dataset),
         seed=seed,
     )
-    cells = itertools.product(learning_rates, sizes, ratios)
     grid: List[Dict[str, Any]] = [
-        dict(family=family.name, size=size, ratio=float(r), learning_rate=float(rate))
-        | settings
-        for rate, size, r in cells
+        dict(settings, size=size, ratio=float(ratio), learning_rate=float(rate))
+        for rate, size, ratio in itertools.product(learning_rates, sizes, ratios)
     ]
     todo = [run for run in grid if _key(run) not in known]
-    total = steps * len(todo)
-    with show_progress(total=total, unit="step", show=progress) as bar:
+    # The end of the last line may be missing.
+    lines = "\n" * (bool(known) and not path.read_bytes().endswith(b"\n"))
+    with show_progress(total=steps * len(todo), unit="step", show=progress) as bar:
         for run in todo:
             bar.set_postfix_str(f"{run['size']}, ratio {run['ratio']:.2g}")
             train(family, run, bar)
             with path.open("a") as file:
-                file.write(json.dumps(run, allow_nan=False) + "\n")
-            known[_key(run)] = run
+                file.write(lines + json.dumps(run, allow_nan=False) + "\n")
+            lines, known[_key(run)] = "", run
     return Measurements.of_runs(known[_key(run)] for run in grid)
 
 
@@ -166,12 +284,11 @@ def train(family: Family, run: Dict[str, Any], bar: tqdm) -> None:
             poisson_sampling=False,
         )
     run["steps"], run["loss"] = [], []
-    began, total = time.process_time(), torch.zeros(())
-    batches = _forever(loader)
-    for step in range(1, run["total_steps"] + 1):
+    began, total = time.process_time(), 0.0
+    epochs = itertools.chain.from_iterable(itertools.repeat(loader))
+    for step, (inputs, targets) in enumerate(epochs, 1):
         for group in optimizer.param_groups:
             group["lr"] = run["learning_rate"] * min(1.0, step / max(warmup, 1))
-        inputs, targets = next(batches)
         optimizer.zero_grad()
         loss = criterion(model(inputs), targets)
         if not math.isfinite(loss.item()):
@@ -179,15 +296,12 @@ def train(family: Family, run: Dict[str, Any], bar: tqdm) -> None:
             break
         loss.backward()
         optimizer.step()
+        bar.update()
         total += loss.item()
         if step % every == 0:
             run["steps"].append(step)
-            run["loss"].append(round(total.item() / every, 5))
-            total.zero_()
-        bar.update()
+            run["loss"].append(round(total / every, 5))
+            total = 0.0
+        if step == run["total_steps"]:
+            break
     run["cpu_seconds"] = round(time.process_time() - began, 1)
-
-
-def _forever(loader: DataLoader) -> Iterator[Any]:
-    while True:
-        yield from loader

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import json
 from contextlib import suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Dict, Iterable, List, Union
 
@@ -15,7 +15,8 @@ from opacus_ext.accountants.solver import checked
 from opacus_ext.refused import Refused
 
 EXAMPLE = Path(__file__).parent / "data" / "tinyshakespeare.jsonl"
-_META = {"family": str, "tokens": int, "batch_size": int}
+_META = "family tokens batch_size".split()
+_SETTINGS = "parameters ratio learning_rate".split()
 
 
 @dataclass(frozen=True)
@@ -60,16 +61,16 @@ class Measurements:
 
     def __post_init__(self) -> None:
         rows = len(checked("loss", self.loss, above=0))
-        given = {name: getattr(self, name) for name in _COLUMNS}
+        columns = {name: getattr(self, name) for name in _COLUMNS}
         for name in ("learning_rate", "planned"):
-            if given[name] is None:
-                given[name] = np.full(rows, np.nan)
+            if columns[name] is None:
+                columns[name] = np.full(rows, np.nan)
         if self.run is None:
-            cells = zip(self.parameters, self.ratio, map(str, given["learning_rate"]))
-            numbers: Dict[Any, int] = {}
-            given["run"] = [numbers.setdefault(cell, len(numbers)) for cell in cells]
-        for name, values in given.items():
-            if name in ("parameters", "steps", "loss"):
+            cells = [*zip(*(map(str, columns[name]) for name in _SETTINGS))]
+            kinds = [*dict.fromkeys(cells)]
+            columns["run"] = [kinds.index(cell) for cell in cells]
+        for name, values in columns.items():
+            if name in ("parameters", "steps"):
                 checked(name, values, above=0)
             elif name == "ratio":
                 checked(name, values, at_least=0)
@@ -97,9 +98,7 @@ class Measurements:
 
     def select(self, rows: Any) -> Measurements:
         """The measurements of some rows: a mask or indices."""
-        columns = {name: getattr(self, name)[rows] for name in _COLUMNS}
-        meta = {name: getattr(self, name) for name in _META}
-        return Measurements(**columns, **meta)
+        return replace(self, **{name: getattr(self, name)[rows] for name in _COLUMNS})
 
     @classmethod
     def of_runs(cls, runs: Iterable[Dict[str, Any]]) -> Measurements:
@@ -107,30 +106,33 @@ class Measurements:
         The measurements of runs as :func:`opacus_ext.planner.measure.measure` writes
         them; refuses different families, lengths or batch sizes.
         """
-        columns: Dict[str, Any] = {name: [] for name in _COLUMNS}
-        meta: Dict[str, Any] = {}
+
+        def cell(run: Dict[str, Any]) -> List[float]:
+            return [run[name] for name in _SETTINGS]
+
         runs = list(runs)
         # The other seeds of a run without any loss don't count: they'd look too good.
-        cells = [(r["parameters"], r["ratio"], r["learning_rate"]) for r in runs]
-        lost = {cell for run, cell in zip(runs, cells) if not run["loss"]}
-        for number, (run, cell) in enumerate(zip(runs, cells)):
-            if cell in lost:
-                continue
-            for name in _META:
-                if meta.setdefault(name, run[name]) != run[name]:
-                    raise Refused(
-                        f"Runs of different {name} don't belong together: "
-                        f"{meta[name]!r} and {run[name]!r}.",
-                        parameter=name,
-                    )
-            rows = len(run["loss"])
-            columns["steps"] += run["steps"]
-            columns["loss"] += run["loss"]
-            columns["run"] += [number] * rows
-            for name in ("parameters", "ratio", "learning_rate"):
-                columns[name] += [run[name]] * rows
-            columns["planned"] += [run.get("total_steps", np.nan)] * rows
-        return cls(**columns, **meta)
+        lost = [cell(run) for run in runs if not run["loss"]]
+        runs = [run for run in runs if cell(run) not in lost]
+        if not runs:
+            raise Refused("No run has a loss.", parameter="measurements")
+        common: Any = {}
+        for name in _META:
+            common[name], *others = dict.fromkeys(run[name] for run in runs)
+            if others:
+                raise Refused(
+                    f"Runs of different {name} don't belong together: "
+                    f"{common[name]!r} and {others[0]!r}.",
+                    parameter=name,
+                )
+        numbered = [
+            {**run, "run": number, "planned": run.get("total_steps", np.nan)}
+            for number, run in enumerate(runs)
+        ]
+        for name in _COLUMNS:
+            columns = [np.broadcast_to(x[name], len(x["loss"])) for x in numbered]
+            common[name] = np.concatenate(columns)
+        return cls(**common)
 
     @classmethod
     def read(cls, path: Union[str, Path] = EXAMPLE) -> Measurements:

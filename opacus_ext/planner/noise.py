@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Tuple
 
@@ -23,82 +22,78 @@ if TYPE_CHECKING:
 _WORK = 1.5 * 2.0**27  # of a grid: 4 seconds, where most take a fifth of it
 
 
-def batches_per_epoch(budget: Budget, batch: Any) -> np.ndarray:
-    """Returns the whole batches of an epoch; the other records stay out of it."""
-    return np.floor(budget.examples / np.asarray(batch, dtype=float) * (1 + 1e-12))
+def participations(budget: Budget, batch: Any, steps: Any) -> Any:
+    """Returns how often an example is drawn from fixed batches, the whole ones."""
+    whole = np.floor(budget.examples / np.asarray(batch, dtype=float) * (1 + 1e-12))
+    return np.maximum(np.ceil(steps / whole), 1)
 
 
 def noise_of(budget: Budget, batch: Any, steps: Any) -> calibration.Calibration:
     """Returns the calibrated noise of each configuration; batch and steps broadcast."""
     how = budget.amplification
     batch, steps = np.asarray(batch, dtype=float), np.asarray(steps, dtype=float)
-    privacy, records = (budget.epsilon, budget.delta), records_of(budget)
     poisson: Any = np.inf
     if how != "none":
-        rate = batch / budget.examples
-        poisson = calibration.noise_multiplier(*privacy, steps, rate, records)
+        poisson = calibration.noise_multiplier(
+            budget.epsilon,
+            budget.delta,
+            steps,
+            batch / budget.examples,
+            budget.records,
+        )
     fixed: Any = np.inf
     if how != "poisson":
-        times = np.maximum(np.ceil(steps / batches_per_epoch(budget, batch)), 1)
-        one = calibration.noise_multiplier(*privacy, 1, 1.0)
-        fixed = records * np.sqrt(times) * one
+        fixed = _fixed_noise(budget, batch, steps)
     # A delta above the probability of ever being sampled needs no noise at all. That is
     # not private in any useful sense.
     amplified = (poisson <= fixed) & ((poisson > 0) | (how == "poisson"))
     return calibration.lower_noise(poisson, fixed, amplified, batch)
 
 
-def records_of(budget: Budget) -> int:
-    """Returns the number of records of a user that are drawn independently."""
-    return budget.records_per_user if budget.sampling == "records" else 1
+def _fixed_noise(budget: Budget, batch: Any, steps: Any) -> Any:
+    # At worst all records of a user are in the same batches.
+    times = participations(budget, batch, steps)
+    return budget.records * np.sqrt(times) * _noise_of_one(budget)
+
+
+def _noise_of_one(budget: Budget) -> Any:
+    """Returns the noise of one step on all records."""
+    return calibration.noise_multiplier(budget.epsilon, budget.delta, 1, 1.0)
 
 
 def noise_grid(
     budget: Budget, batch: np.ndarray, steps: np.ndarray
 ) -> Tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Returns noise multiplier, ratio and True for Poisson samples, ``[B, T]`` each."""
+    fixed = _fixed_noise(budget, batch[:, None], steps)
+    poisson = np.full(fixed.shape, np.inf)
+    if budget.amplification != "none":
+        poisson = _poisson_noise(budget, budget.examples / batch, steps)
+    amplified = (poisson <= fixed) | (budget.amplification == "poisson")
+    noise = np.where(amplified, poisson, fixed)
+    return noise, noise / batch[:, None], amplified
+
+
+def _poisson_noise(budget: Budget, parts: np.ndarray, steps: np.ndarray) -> np.ndarray:
+    """Returns the noise of Poisson samples of one in so many, ``[parts, T]``."""
     # Noise is calibrated where the rate is a power of two and the steps one of four.
     # Its ratio to the central limit is interpolated, to 1 % at worst, mostly 0.1 %. A
     # plan's own noise is calibrated again.
-    key = Budget(
-        users=budget.users,
-        epsilon=budget.epsilon,
-        delta=budget.delta,
-        records_per_user=budget.records_per_user,
-        sampling=budget.sampling,
-        amplification=budget.amplification,
-    )
-    return _cached_grid(key, tuple(batch), tuple(steps))
-
-
-@lru_cache(maxsize=32)
-def _cached_grid(
-    budget: Budget, batch: Tuple[float, ...], steps: Tuple[float, ...]
-) -> Tuple[np.ndarray, np.ndarray, np.ndarray]:
-    b, t = np.array(batch), np.array(steps)
-    fixed = replace(budget, amplification="none")
-    noise = noise_of(fixed, b[:, None], t).noise_multiplier
-    amplified = np.zeros(noise.shape, dtype=bool)
-    if budget.amplification != "none":
-        parts = budget.examples / b
-        kp, kt = _knots(parts, 2), _knots(t, 4)
-        axes = (parts, kp), (t, kt)
-        calibrated = _calibrated(budget, kp, kt)
-        limit = _central_limit(budget, kp, kt)
-        off = np.log(np.where(calibrated > 0, calibrated, limit) / limit)
-        for axis, (wanted, knots) in enumerate(axes):
-            degree = min(3, len(knots) - 1)
-            if degree == 0:
-                off = np.repeat(off, len(wanted), axis=axis)
-                continue
-            spline = make_interp_spline(np.log(knots), off, degree, axis=axis)
+    knots = _knots(parts, 2), _knots(steps, 4)
+    mu = 1 / _noise_of_one(budget)
+    noise = _calibrated(budget, *knots)
+    limit = central_limit(mu, 1 / knots[0][:, None], knots[1])
+    off = np.log(np.where(noise > 0, noise, limit) / limit)
+    for axis, (wanted, at) in enumerate(zip((parts, steps), knots)):
+        if len(at) == 1:
+            off = np.repeat(off, len(wanted), axis=axis)
+        else:
+            degree = min(3, len(at) - 1)
+            spline = make_interp_spline(np.log(at), off, degree, axis=axis)
             off = spline(np.log(wanted))
-        poisson = np.exp(off) * _central_limit(budget, parts, t)
-        ever = -np.expm1(t * np.log1p(-1 / np.maximum(parts, 1 + 1e-12)[:, None]))
-        poisson = np.where(ever > budget.delta, poisson, np.inf)  # see noise_of
-        amplified = (poisson <= noise) | (budget.amplification == "poisson")
-        noise = np.where(amplified, poisson, noise)
-    return noise, noise / b[:, None], amplified
+    noise = np.exp(off) * central_limit(mu, 1 / parts[:, None], steps)
+    drawn = -np.expm1(steps * np.log1p(-1 / np.maximum(parts, 1 + 1e-12)[:, None]))
+    return np.where(drawn > budget.delta, noise, np.inf)  # see noise_of
 
 
 def _knots(values: np.ndarray, base: int) -> np.ndarray:
@@ -109,7 +104,7 @@ def _knots(values: np.ndarray, base: int) -> np.ndarray:
 
 def _calibrated(budget: Budget, parts: np.ndarray, steps: np.ndarray) -> np.ndarray:
     """Returns calibrated noise, ``[parts, T]``; refuses what would take long."""
-    privacy = budget.epsilon, budget.delta, records_of(budget)
+    privacy = budget.epsilon, budget.delta, budget.records
     with WORK.bounded(_WORK):
         try:
             return np.array([_knot(*privacy, part, tuple(steps)) for part in parts])
@@ -118,7 +113,7 @@ def _calibrated(budget: Budget, parts: np.ndarray, steps: np.ndarray) -> np.ndar
                 raise
             raise Refused(
                 f"A plan for epsilon={budget.epsilon:g}, delta={budget.delta:g} and "
-                f"{records_of(budget)} records of a user takes too long to calibrate.",
+                f"{budget.records} records of a user takes too long to calibrate.",
                 parameter="batch_size",
                 remedy="Bound batch_size and steps, or take a larger delta.",
             ) from error
@@ -136,24 +131,16 @@ def _knot(
     )
 
 
-def _central_limit(budget: Budget, parts: np.ndarray, steps: np.ndarray) -> np.ndarray:
-    """Returns the noise in the central limit, ``[parts, T]``."""
-    mu = 1 / calibration.noise_multiplier(budget.epsilon, budget.delta, 1, 1.0)
-    return central_limit(mu, 1 / parts[:, None], steps)
-
-
 @lru_cache(maxsize=1024)
 def advantage(
     budget: Budget, noise: float, batch: float, steps: float, amplified: bool
 ) -> float:
     """Returns the largest advantage of a membership inference."""
-    records = records_of(budget)
-    if amplified:
-        rate = batch / budget.examples
-        return float(calibration.delta(noise, rate, steps, 0.0, records))
-    # At worst all records of a user are in the same fixed batches.
-    times = math.ceil(steps / batches_per_epoch(budget, batch))
-    return float(calibration.delta(noise / records, 1.0, times, 0.0))
+    rate, times, records = batch / budget.examples, steps, budget.records
+    if not amplified:
+        rate, times = 1.0, float(participations(budget, batch, steps))
+        noise, records = noise / records, 1
+    return float(calibration.delta(noise, rate, times, 0.0, records))
 
 
 def verified_noise(

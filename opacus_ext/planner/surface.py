@@ -10,21 +10,34 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import reduce
 from itertools import product
 from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Tuple
 
 import numpy as np
 from numpy.typing import ArrayLike
 from scipy.interpolate import RegularGridInterpolator
+from scipy.optimize import isotonic_regression, minimize_scalar
 
 from opacus_ext.accountants.solver import checked
-from opacus_ext.planner import readings
-from opacus_ext.planner.law import broadcast, positive
-from opacus_ext.planner.readings import Cell, Curve
+from opacus_ext.planner.laws import broadcast, positive
+from opacus_ext.planner.measurements import Measurements
 from opacus_ext.refused import Refused
 
 _LEAST_READINGS = 4  # to extrapolate from: one more than the curve has parameters
 _PER_DECADE = 16  # grid points of extrapolated steps; between, interpolation
+_AXES = "parameters", "steps", "ratio"
+
+Cell = Tuple[float, float]  # size and ratio
+
+
+class Curve(NamedTuple):
+    """Losses of a run or, smoothed, of a cell at its best rates, ``[steps]``."""
+
+    steps: np.ndarray
+    loss: np.ndarray
+    rate: np.ndarray
+    whole: bool = True  # False for a run that ended early: a loss was not finite
 
 
 @dataclass(frozen=True)
@@ -103,12 +116,49 @@ class Surface:
                 at one step, options out of range, and too few readings to extrapolate
                 from
         """
-        checked("window", window, at_least=1)
-        checked("min_steps", min_steps, at_least=0)
         checked("fit_from", fit_from, at_least=0)
-        runs = readings.runs_of(measurements, min_steps)
-        curves = readings.best_curves(runs, int(window), falling=True)
-        return _fit(curves, fit_from, steps_to)
+        curves = best_curves(measurements, min_steps, window, falling=True)
+        sizes, ratios = (np.unique([cell[i] for cell in curves]) for i in (0, 1))
+        grid = _grid_of_steps(curves, steps_to)
+        measured_to = np.empty((len(sizes), len(ratios)))
+        log_loss = np.empty((len(sizes), len(grid), len(ratios)))
+        rate = np.empty_like(log_loss)
+        odd: Dict[str, List[str]] = {}
+        for i, size in enumerate(sizes):
+            of_size = [curves[size, r] for r in ratios]
+            measured_to[i] = [curve.steps[-1] for curve in of_size]
+            measured = grid[:, None] <= measured_to[i]
+            loss = np.full(measured.shape, np.nan)
+            for j, curve in enumerate(of_size):
+                known = np.interp(np.log(grid), np.log(curve.steps), np.log(curve.loss))
+                loss[:, j] = np.where(measured[:, j], np.exp(known), np.nan)
+                rate[i, :, j] = curve.rate[_nearest(curve.steps, grid)]
+            loss = _not_falling_with_ratio(loss)
+            for j in map(int, np.flatnonzero(~measured[-1])):
+                cell = f"parameters {size:g}, ratio {ratios[j]:g}"
+                start, beyond = min(fit_from, measured_to[i, j] / 4), ~measured[:, j]
+                used = measured[:, j] & (grid >= start)
+                if used.sum() < _LEAST_READINGS:
+                    raise Refused(
+                        f"Runs of {cell} have {used.sum()} readings from {start:g} "
+                        f"steps on; to extrapolate, {_LEAST_READINGS} are needed.",
+                        parameter="fit_from",
+                        remedy="Lower fit_from or steps_to, or measure longer.",
+                    )
+                loss[beyond, j], note = extrapolate(
+                    grid[used], loss[used, j], grid[beyond]
+                )
+                if note:
+                    odd.setdefault(note, []).append(cell)
+            # A fit may begin above the last reading; and where curves end at different
+            # steps, the end of one may let the others rise.
+            loss = _not_falling_with_ratio(np.minimum.accumulate(loss, axis=0))
+            log_loss[i] = np.log(loss)
+        warnings = tuple(
+            f"{len(of)} curve{'s' * (len(of) > 1)}: {note} ({'; '.join(of)})"
+            for note, of in odd.items()
+        )
+        return cls(sizes, grid, ratios, log_loss, rate, measured_to, warnings)
 
     @property
     def ranges(self) -> Dict[str, Tuple[float, float]]:
@@ -116,11 +166,8 @@ class Surface:
         Lowest and highest value of each argument of :meth:`loss`; and of the steps
         that all curves were measured at, ``measured_steps``.
         """
-        ends = {
-            name: (float(x[0]), float(x[-1]))
-            for name in ("parameters", "steps", "ratio")
-            for x in [getattr(self, name)]
-        }
+        axes = {name: getattr(self, name) for name in _AXES}
+        ends = {name: (float(x[0]), float(x[-1])) for name, x in axes.items()}
         first, last = ends["steps"]
         measured = (first, min(last, float(self.measured_to.min())))
         return {**ends, "measured_steps": measured}
@@ -138,15 +185,13 @@ class Surface:
             >>> surface.measured_steps([2e4, 9e5], 0.01)
             array([2800.,  700.])
         """
-        below, above = (
-            np.broadcast_arrays(
-                _neighbor(self.parameters, parameters, side),
-                _neighbor(self.ratio, ratio, side),
-            )
-            for side in ("right", "left")
-        )
+        ends = [
+            [np.clip(np.searchsorted(axis, x, "right") - 1, 0, len(axis) - 1)]
+            + [np.clip(np.searchsorted(axis, x), 0, len(axis) - 1)]
+            for axis, x in ((self.parameters, parameters), (self.ratio, ratio))
+        ]
         to = np.maximum.accumulate(self.measured_to[:, ::-1], axis=1)[:, ::-1]
-        return np.minimum.reduce([to[at] for at in product(*zip(below, above))])
+        return reduce(np.minimum, [to[at] for at in product(*ends)])
 
     def loss(
         self,
@@ -172,7 +217,10 @@ class Surface:
             Refused: outside of the ranges, unless ``outside`` is ``"nan"``
         """
         points = self._points(parameters, steps, ratio, outside)
-        return np.exp(self._interpolate(self.log_loss, points))
+        axes = np.log(self.parameters), np.log(self.steps), self._scale(self.ratio)
+        at = np.stack([*np.log(points[:2]), self._scale(points[2])], -1)
+        interpolated = RegularGridInterpolator(axes, self.log_loss, bounds_error=False)
+        return np.exp(interpolated(at)).reshape(points[0].shape)
 
     def learning_rate(
         self, parameters: ArrayLike, steps: ArrayLike, ratio: ArrayLike
@@ -192,41 +240,37 @@ class Surface:
             return 0 * ratio
         return np.minimum(ratio / least, 1) + np.log(np.maximum(ratio / least, 1))
 
-    def _interpolate(
-        self, values: np.ndarray, points: Tuple[np.ndarray, ...]
-    ) -> np.ndarray:
-        """Interpolates ``[sizes, steps, ratios, ...]``; nan at points that are nan."""
-        m, t, r = points
-        axes = np.log(self.parameters), np.log(self.steps), self._scale(self.ratio)
-        at = np.stack([np.log(m), np.log(t), self._scale(r)], -1)
-        found = RegularGridInterpolator(axes, values, bounds_error=False)(at)
-        return found.reshape(m.shape + values.shape[3:])
-
     def _points(
         self, parameters: ArrayLike, steps: ArrayLike, ratio: ArrayLike, outside: str
-    ) -> Tuple[np.ndarray, ...]:
+    ) -> np.ndarray:
         """The arguments, broadcast and checked; nan outside of the grid."""
         if outside not in ("raise", "nan"):
             raise Refused(
                 f"outside must be 'raise' or 'nan'; got {outside!r}.",
                 parameter="outside",
             )
-        given = dict(parameters=parameters, steps=steps, ratio=ratio)
-        m, t, r = broadcast({n: positive(n, x, n == "ratio") for n, x in given.items()})
-        r = np.where(r > 0, np.maximum(r, self.ratio[0]), r)
-        beyond = np.zeros(m.shape, dtype=bool)
-        for name, x in zip(given, (m, t, r)):
+        given = {
+            name: positive(name, x, name == "ratio")
+            for name, x in zip(_AXES, (parameters, steps, ratio))
+        }
+        given["ratio"] = np.where(
+            given["ratio"] > 0,
+            np.maximum(given["ratio"], self.ratio[0]),
+            given["ratio"],
+        )
+        points = np.array(broadcast(given))
+        for name, values in zip(given, points):
             low, high = self.ranges[name]
-            out = (x < low) | (x > high)
+            out = (values < low) | (values > high)
             if outside == "raise" and out.any():
                 raise Refused(
-                    f"{name} {x[out].flat[0]:g} is outside of what was measured, "
+                    f"{name} {values[out].flat[0]:g} is outside of what was measured, "
                     f"{low:g} to {high:g}.",
                     parameter=name,
                     remedy="Measure there, or pass outside='nan'.",
                 )
-            beyond |= out
-        return tuple(np.where(beyond, np.nan, x) for x in (m, t, r))
+            points[:, out] = np.nan
+        return points
 
 
 def scaled_options(measurements: Any) -> Dict[str, float]:
@@ -322,8 +366,8 @@ def hold_out(
         >>> print(f"{hold_out(runs, parameters=3e4, min_steps=10, window=1).worst:.4f}")
         0.0142
     """
-    given = dict(parameters=parameters, ratio=ratio, steps=steps)
-    chosen = [(n, float(v)) for n, v in given.items() if v is not None]
+    named = dict(parameters=parameters, ratio=ratio, steps=steps)
+    chosen = [(name, float(x)) for name, x in named.items() if x is not None]
     if len(chosen) != 1:
         raise Refused("Hold out either parameters, ratio or steps.", parameter="steps")
     ((name, value),) = chosen
@@ -332,20 +376,22 @@ def hold_out(
     if name == "steps":
         options = {**options, "steps_to": measured[-1]}
         checked("steps", value, below=measured[-1])
-    elif value not in measured[1:-1]:
+        out, kept = column > value, column == column
+    elif value in measured[1:-1]:
+        out = kept = column == value
+    else:
         raise Refused(
             f"{name} {value:g} is not between two others of those measured: "
             f"{', '.join(f'{x:g}' for x in measured)}.",
             parameter=name,
         )
-    out = column > value if name == "steps" else column == value
     surface = Surface.fit(measurements.select(~out), **options)
     min_steps, window = options.get("min_steps", 1000), options.get("window", 10)
-    seen = measurements if name == "steps" else measurements.select(out)
-    curves = readings.best_curves(readings.runs_of(seen, min_steps), int(window))
     columns = [
-        [np.full(len(c.steps), m), c.steps, np.full(len(c.steps), r), c.loss]
-        for (m, r), c in curves.items()
+        np.stack(np.broadcast_arrays(size, curve.steps, ratio, curve.loss))
+        for (size, ratio), curve in best_curves(
+            measurements.select(kept), min_steps, window
+        ).items()
     ]
     rows = np.concatenate(columns, axis=1)
     if name == "steps":
@@ -357,21 +403,174 @@ def hold_out(
             f"The runs of {name} {value:g} have no steps in common with the others.",
             parameter=name,
         )
-    m, t, r, seen = rows[:, inside]
-    return HoldOut(m, t, r, seen, predicted[inside])
+    return HoldOut(*[*rows[:, inside], predicted[inside]])
 
 
-def _neighbor(axis: np.ndarray, values: ArrayLike, side: Any) -> np.ndarray:
-    """Indices of the axis' last value not above ("right"), or first not below."""
-    at = np.searchsorted(axis, values, side) - (side == "right")
-    return np.clip(at, 0, len(axis) - 1)
+def _runs_of(
+    measurements: Measurements, min_steps: float
+) -> Dict[Tuple[Cell, float], List[Curve]]:
+    """The runs of each cell and learning rate, from ``min_steps`` on."""
+    m = measurements.select(np.lexsort((measurements.steps, measurements.run)))
+    runs: Dict[Tuple[Cell, float], List[Curve]] = {}
+    for at in np.split(np.arange(len(m.run)), np.flatnonzero(np.diff(m.run)) + 1):
+        steps, first = m.steps[at], at[0]
+        size, ratio, rate = m.parameters[first], m.ratio[first], m.learning_rate[first]
+        settings = np.stack([m.parameters, m.ratio, np.nan_to_num(m.learning_rate)])
+        if np.ptp(settings[:, at], axis=1).any() or not np.diff(steps).all():
+            raise Refused(
+                f"Run {m.run[first]:g} has several values of parameters, ratio or "
+                f"learning rate (parameters {size:g}, ratio {ratio:g}), or two losses "
+                "at a step.",
+                parameter="run",
+                remedy="Give each run a number of its own.",
+            )
+        # The last reading may be some steps before the end: up to one more.
+        spacing = np.diff(steps, prepend=0.0)[-max(1, len(steps) - 1) :].max()
+        whole = not m.planned[first] >= steps[-1] + spacing
+        late = at[steps >= min_steps]
+        # nan isn't equal to itself.
+        kind = (float(size), float(ratio)), float(np.nan_to_num(rate, nan=-1))
+        run = Curve(m.steps[late], m.loss[late], m.learning_rate[late], whole)
+        runs.setdefault(kind, []).append(run)
+    return runs
 
 
-def _nearest(axis: np.ndarray, x: np.ndarray) -> np.ndarray:
+def _rolling_mean(x: np.ndarray, window: int) -> np.ndarray:
+    """The mean of each element and up to ``window`` - 1 before it."""
+    total = np.append(0.0, np.cumsum(x))
+    last = np.arange(1, len(x) + 1)
+    first = np.maximum(last - window, 0)
+    return (total[last] - total[first]) / (last - first)
+
+
+def _mean_of_seeds(runs: List[Curve], window: int) -> Curve:
+    """The mean loss of runs at the steps that all of them have."""
+    # Where a run is shorter by plan, longer ones continue from the mean: a jump of the
+    # curve there would be the seed's. Where the loss of one is not finite any more the
+    # curve ends: the survivors would look too good.
+    end = min((run.steps[-1] for run in runs if not run.whole), default=math.inf)
+    steps, loss = np.empty((2, 0))
+    for last in sorted({min(run.steps[-1], end) for run in runs}):
+        longer = [run for run in runs if run.steps[-1] >= last]
+        shared = reduce(np.intersect1d, [run.steps for run in longer])
+        smooth = [
+            _rolling_mean(run.loss, window)[np.isin(run.steps, shared)]
+            for run in longer
+        ]
+        mean, new = np.mean(smooth, axis=0), shared <= last
+        if len(steps):
+            at = shared == steps[-1]
+            mean = mean * loss[-1] / mean[at] if at.any() else mean
+            new &= shared > steps[-1]
+        steps, loss = np.append(steps, shared[new]), np.append(loss, mean[new])
+    return Curve(steps, loss, np.full(len(steps), runs[0].rate[0]))
+
+
+def best_curves(
+    measurements: Measurements, min_steps: float, window: float, falling: bool = False
+) -> Dict[Cell, Curve]:
+    """
+    The curve of each size and ratio: rolling mean, mean over seeds, best learning rate.
+    ``falling`` ones don't rise, and keep the best loss where what reached it ends.
+    """
+    checked("window", window, at_least=1)
+    checked("min_steps", min_steps, at_least=0)
+    of_cell: Dict[Cell, List[Curve]] = {}
+    for (cell, _), runs in _runs_of(measurements, min_steps).items():
+        # A run whose loss was not finite from the start stands for all of its kind.
+        lost = any(not (run.whole or len(run.steps)) for run in runs)
+        runs = [run for run in runs if len(run.steps) and not lost]
+        of_cell.setdefault(cell, [])
+        if runs:
+            of_cell[cell].append(_mean_of_seeds(runs, int(window)))
+    best = {}
+    sizes, ratios = (sorted({cell[i] for cell in of_cell}) for i in (0, 1))
+    for cell in product(sizes, ratios):
+        curves = of_cell.get(cell)
+        if not curves:
+            raise Refused(
+                f"Nothing was measured at parameters {cell[0]:g} with ratio "
+                f"{cell[1]:g} and {min_steps:g} steps (min_steps) or more.",
+                remedy="Measure there, or leave out the size or the ratio.",
+            )
+        losses = [curve.loss for curve in curves]
+        if falling:
+            losses = [_isotonic(loss, increasing=False) for loss in losses]
+        loss, steps = np.concatenate(losses), np.concatenate([c.steps for c in curves])
+        if not len(steps):
+            raise Refused(
+                f"Runs of parameters {cell[0]:g}, ratio {cell[1]:g} share no steps.",
+                remedy="Read them at the same steps.",
+            )
+        rate = np.concatenate([curve.rate for curve in curves])
+        order = np.lexsort((loss, steps))
+        order = order[np.diff(steps[order], prepend=0.0) > 0]
+        if falling:
+            lowest = np.minimum.accumulate(loss[order])
+            held = np.where(loss[order] <= lowest, np.arange(len(order)), 0)
+            loss[order], rate[order] = lowest, rate[order][np.maximum.accumulate(held)]
+        best[cell] = Curve(steps[order], loss[order], rate[order])
+    return best
+
+
+def _isotonic(loss: np.ndarray, increasing: bool = True) -> np.ndarray:
+    return isotonic_regression(loss, increasing=increasing).x if len(loss) else loss
+
+
+def _not_falling_with_ratio(loss: np.ndarray) -> np.ndarray:
+    """``[steps, ratios]``, made not to fall with the ratio; nan is left out."""
+    for row in loss:
+        finite = np.isfinite(row)
+        if (np.diff(row[finite]) < 0).any():
+            row[finite] = _isotonic(row[finite])
+    return loss
+
+
+def extrapolate(
+    steps: np.ndarray, loss: np.ndarray, to: np.ndarray
+) -> Tuple[np.ndarray, str]:
+    """
+    Losses at further steps by L = c T^m + E, fitted by least squares with m <= 0,
+    c >= 0 and E >= 0; and a note for people.
+    """
+    # Only m is searched for: the best c and E of it have a closed form, which curve_fit
+    # need not find on noisy curves that are nearly flat. Steps are in units of the
+    # last: their powers are then at least 1, and not far from it.
+    x = np.log(steps / steps[-1])
+
+    def best(m: np.ndarray) -> Tuple[np.ndarray, np.ndarray, np.ndarray]:
+        z = np.exp(np.multiply.outer(m, x))
+        level = z.mean(-1, keepdims=True)
+        c = ((z - level) @ loss) / ((z - level) ** 2).sum(-1)
+        c = np.maximum(c, 0)
+        e = loss.mean() - c * level[..., 0]
+        c = np.where(e < 0, (z @ loss) / (z**2).sum(-1), c)
+        e = np.maximum(e, 0)
+        error = c[..., None] * z + e[..., None] - loss
+        return c, e, (error**2).sum(-1)
+
+    scan = -np.geomspace(1e-3, 10, 80)
+    i = int(np.argmin(best(scan)[2]))
+    m = minimize_scalar(
+        lambda m: float(best(np.array(m))[2]),
+        bounds=(scan[min(i + 1, len(scan) - 1)], scan[max(i - 1, 0)]),
+        method="bounded",
+        options={"xatol": 1e-9},
+    ).x
+    c, e, _ = best(np.array(m))
+    note = ""
+    if c == 0:
+        note = "the curve is flat, and continued flat."
+    elif e == 0:
+        note = "the curve doesn't flatten: it is continued as a power law without E."
+    return c * (to / steps[-1]) ** m + e, note
+
+
+def _nearest(axis: np.ndarray, values: np.ndarray) -> np.ndarray:
     """Indices of the axis' values nearest in logs; 0 is nearest to 0 only."""
-    positive = axis[axis > 0]
-    at = np.searchsorted(np.sqrt(positive[1:] * positive[:-1]), x)
-    return np.where(x > 0, at + len(axis) - len(positive), 0)
+    above = axis[axis > 0]
+    at = np.searchsorted(np.sqrt(above[1:] * above[:-1]), values)
+    return np.where(values > 0, at + len(axis) - len(above), 0)
 
 
 def _grid_of_steps(
@@ -393,52 +592,3 @@ def _grid_of_steps(
     decades = math.log10(end / steps[-1])
     more = np.geomspace(steps[-1], end, math.ceil(decades * _PER_DECADE) + 1)
     return np.append(steps, [*more[1:-1], end])
-
-
-def _fit(
-    curves: Mapping[Cell, Curve], fit_from: float, steps_to: Optional[float]
-) -> Surface:
-    sizes, ratios = (np.array(sorted({cell[i] for cell in curves})) for i in (0, 1))
-    grid = _grid_of_steps(curves, steps_to)
-    last = np.array([[curves[m, r].steps[-1] for r in ratios] for m in sizes])
-    log_loss = np.empty((len(sizes), len(grid), len(ratios)))
-    rate = np.empty_like(log_loss)
-    odd: Dict[str, List[str]] = {}
-    for i, m in enumerate(sizes):
-        of_size = [curves[m, r] for r in ratios]
-        loss = np.exp(
-            [np.interp(np.log(grid), np.log(c.steps), np.log(c.loss)) for c in of_size]
-        ).T
-        measured = grid[:, None] <= last[i]
-        loss[~measured] = np.nan
-        loss = readings.not_falling_with_ratio(loss)
-        for j, c in enumerate(of_size):
-            rate[i, :, j] = c.rate[_nearest(c.steps, grid)]
-            beyond = ~measured[:, j]
-            if not beyond.any():
-                continue
-            start = min(fit_from, last[i, j] / 4)
-            used = measured[:, j] & (grid >= start)
-            if used.sum() < _LEAST_READINGS:
-                raise Refused(
-                    f"Runs of parameters {m:g}, ratio {ratios[j]:g} have {used.sum()} "
-                    f"readings from {start:g} steps on; to extrapolate, "
-                    f"{_LEAST_READINGS} are needed.",
-                    parameter="fit_from",
-                    remedy="Lower fit_from or steps_to, or measure longer.",
-                )
-            loss[beyond, j], note = readings.extrapolate(
-                grid[used], loss[used, j], grid[beyond]
-            )
-            if note:
-                curve = f"parameters {m:g}, ratio {ratios[j]:g}"
-                odd.setdefault(note, []).append(curve)
-        # A fit may begin above the last reading; and where curves end at different
-        # steps, the end of one may let the others rise.
-        loss = readings.not_falling_with_ratio(np.minimum.accumulate(loss, axis=0))
-        log_loss[i] = np.log(loss)
-    warnings = [
-        f"{len(of)} curve{'s' * (len(of) > 1)}: {note} ({'; '.join(of)})"
-        for note, of in odd.items()
-    ]
-    return Surface(sizes, grid, ratios, log_loss, rate, last, warnings=tuple(warnings))

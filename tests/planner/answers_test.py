@@ -13,11 +13,9 @@ import numpy as np
 import pytest
 
 from opacus_ext.planner import Budget, Candidates, LossModel, Measurements, noise_free
-from opacus_ext.planner.changes import doubled_loss
-from opacus_ext.planner.loss_model import MEASURED, PAPER, RULE, compute
+from opacus_ext.planner.laws import PAPER as LAW
+from opacus_ext.planner.loss_model import ERRORS, MEASURED, PAPER, RULE, compute
 from opacus_ext.planner.noise import noise_of
-from opacus_ext.planner.paper import ERRORS
-from opacus_ext.planner.paper import PAPER as LAW
 from opacus_ext.refused import Refused
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
@@ -118,7 +116,7 @@ def test_a_rule_of_thumb_gives_no_loss():
     table = Candidates(budget, LossModel.rule_of_thumb())
     plan, by_paper = table.best(), Candidates(budget, LossModel.of_paper()).best()
     assert plan.kind == RULE and plan.loss is None and table.not_private() is None
-    assert all(math.isnan(x) for x in doubled_loss(table))
+    assert all(math.isnan(x) for x in table.doubled_loss().values())
     # The same choice, where the paper's law knows; and any length of examples.
     assert by_paper.kind == PAPER and by_paper.loss > 0
     assert abs(math.log(plan.parameters / by_paper.parameters)) < 0.2
@@ -144,56 +142,56 @@ def one_optimum(sizes, steps, **known):
 
 def test_ends_of_ranges_and_extrapolations_are_reported():
     """Of an optimum inside of the range, and beyond either end."""
-    budget = dataclasses.replace(BUDGET, amplification="none")  # is soon calibrated
 
-    def best(*args, **known):
-        return Candidates(budget, one_optimum(*args, **known)).best(math.inf)
+    def best(sizes=(1e4, 1e6), steps=(100, 9000), bounds={}, **known):
+        budget = dataclasses.replace(BUDGET, amplification="none", **bounds)
+        return Candidates(budget, one_optimum(sizes, steps, **known)).best(math.inf)
 
-    inside = best((1e4, 1e6), (100, 9000))
-    assert not inside.ends and not inside.caveats
-    below, above = best((2e5, 1e6), (100, 500)), best((1e3, 5e4), (3000, 9000))
-    assert below.ends == {"parameters": "lower", "steps": "upper"}
-    assert above.ends == {"parameters": "upper", "steps": "lower"}
-    said = "steps are at the upper end of the range, 500: the optimum lies there or"
-    assert said in below.caveats[1] and below.as_dict()["ends"] == below.ends
-    beyond = best((1e4, 1e6), (100, 9000), known_steps=(100, 700), continuation="7 %")
-    assert "measured to 700 steps; " in beyond.caveats[0] and "7 %" in beyond.caveats[0]
-    known = dict(known_parameters=(1e6, 1e7), least_ratio=99)
-    small = best((1e4, 1e6), (100, 9000), **known)
-    assert len(small.caveats) == 2 and "1,000,000 to 10" in small.caveats[0]
-    # What was settled by its range is no end; a range that cuts is.
-    settled = dataclasses.replace(budget, steps=(700, 700), parameters=(2e5, 1e6))
-    plan = Candidates(settled, one_optimum((1e4, 1e6), (100, 9000))).best(math.inf)
-    assert plan.ends == {"parameters": "lower"}
-    assert "end of the range given, 200,000" in plan.caveats[0]
+    given = dict(steps=(700, 700), parameters=(2e5, 1e6))
+    outside = dict(known_parameters=(1e6, 1e7), least_ratio=99)
+    for plan, ends, *said in (
+        (best(), {}),
+        (
+            best((2e5, 1e6), (100, 500)),
+            {"parameters": "lower", "steps": "upper"},
+            "steps are at the upper end of the range, 500: the optimum lies there or",
+        ),
+        (best((1e3, 5e4), (3000, 9000)), {"parameters": "upper", "steps": "lower"}),
+        (
+            best(known_steps=(100, 700), continuation="7 %"),
+            {},
+            "are extrapolated: 7 %.",
+        ),
+        (best(**outside), {}, "outside of the measured sizes, 1,000,000 to 10"),
+        # What was settled by its range is no end; a range that cuts is.
+        (best(bounds=given), {"parameters": "lower"}, "range given, 200,000"),
+    ):
+        assert plan.ends == plan.as_dict()["ends"] == ends
+        assert bool(plan.caveats) == bool(ends or said)
+        assert all(text in " ".join(plan.caveats) for text in said)
 
 
 @pytest.mark.parametrize("of", ["shipped", "paper"])
 def test_more_of_anything_never_plans_worse(of):
     """45 budgets: 3 numbers of users, 5 epsilons, 3 computes; and the ends are told."""
+    law, flops = LossModel.of_paper(), [1e18, 1e20, 1e22]
+    ends = dict(batch_size=(512, 1e5), steps=(1000, 64_000))
     if of == "shipped":
-        runs = Measurements.read()
-        law = LossModel.of_measurements(runs, "shipped")
+        law, flops = LossModel.of_measurements(Measurements.read(), of), [
+            1e13,
+            1e14,
+            1e15,
+        ]
         ends = dict(tokens=64, batch_size=(64, 1e5), steps=(175, 2800))
-        flops = [1e13, 1e14, 1e15]
-    else:
-        law, flops = LossModel.of_paper(), [1e18, 1e20, 1e22]
-        ends = dict(batch_size=(512, 1e5), steps=(1000, 64_000))
-    users, epsilons = [1e5, 1e6, 1e7], [1, 4, 16, 64, 100]
-    loss = np.empty((len(users), len(epsilons), len(flops)))
-    for (i, n), (j, epsilon) in product(enumerate(users), enumerate(epsilons)):
-        table = Candidates(Budget(n, epsilon, **ends), law)
-        for k, c in enumerate(flops):
-            plan = table.best(c)
-            loss[i, j, k] = plan.loss
-            axis = table.steps
-            at_end = plan.steps in (axis[0], axis[-1])
-            assert not at_end or "steps" in plan.ends
-            to = float(law.measured_to(plan.parameters, plan.ratio))
-            assert (plan.steps > to) == any(
-                "extrapolated" in caveat and "steps" in caveat
-                for caveat in plan.caveats
-            )
+    losses = []
+    for users, epsilon in product([1e5, 1e6, 1e7], [1, 4, 16, 64, 100]):
+        table = Candidates(Budget(users, epsilon, **ends), law)
+        for plan in map(table.best, flops):
+            losses.append(plan.loss)
+            assert plan.steps not in table.steps[[0, -1]] or "steps" in plan.ends
+            beyond = plan.steps > float(law.measured_to(plan.parameters, plan.ratio))
+            said = [caveat for caveat in plan.caveats if "Runs were measured" in caveat]
+            assert beyond == bool(said)
+    loss = np.reshape(losses, (3, 5, 3))
     for axis in range(3):
-        more = np.diff(loss, axis=axis)
-        assert (more <= 1e-3 * loss.min()).all()
+        assert (np.diff(loss, axis=axis) <= 1e-3 * loss.min()).all()

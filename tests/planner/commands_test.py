@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from opacus_ext.planner.commands import parser
+from opacus_ext.planner.commands import options
 from opacus_ext.planner.commands.main import main
-from opacus_ext.planner.commands.parser import EPILOG, build_parser
+from opacus_ext.planner.commands.options import EPILOG, build_parser
 
-SCRIPT = Path(parser.__file__).parents[3] / "opacus_ext_command.py"
+SCRIPT = Path(options.__file__).parents[3] / "opacus_ext_command.py"
 FEW = "--parameters 1e4:2e5 --steps 100:200"  # small lattices: seconds
 EXAMPLE = f"--measurements example {FEW}"
 

@@ -7,8 +7,12 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from opacus_ext.planner import measure as module
-from opacus_ext.planner.families import Family, byte_transformers, find_family
-from opacus_ext.planner.measure import measure
+from opacus_ext.planner.measure import (
+    Family,
+    byte_transformers,
+    find_family,
+    measure,
+)
 from opacus_ext.planner.measurements import Measurements
 
 TEXT = b"To be, or not to be: that is the question. " * 20

@@ -12,7 +12,6 @@ import pytest
 
 from opacus_ext.planner import Budget, Candidates, LossModel, Measurements
 from opacus_ext.planner.budget import HopelessError
-from opacus_ext.planner.changes import by_rank
 from opacus_ext.planner.commands.main import main
 from opacus_ext.planner.loss_model import NOISE_FREE, RULE, compute
 from opacus_ext.planner.noise import noise_of
@@ -51,7 +50,7 @@ def test_frozen_parameters_cost_compute_and_no_noise(table):
 
 
 def test_a_higher_rank_is_more_noise(table):
-    plans = by_rank(table, rank=8)
+    plans = table.by_rank(8)
     assert list(plans) == [2, 4, 8, 16, 32]
     assert plans[8] == table.best()
     assert [p.trainable for p in plans.values()] == [
@@ -59,11 +58,11 @@ def test_a_higher_rank_is_more_noise(table):
     ]
     losses = [p.loss for p in plans.values()]
     assert losses == sorted(losses) and losses[0] < losses[-1]
-    assert list(by_rank(table, rank=1)) == [1, 2, 4]
-    assert list(by_rank(table, rank=6)) == [3, 6, 12, 24]
+    assert list(table.by_rank(1)) == [1, 2, 4]
+    assert list(table.by_rank(6)) == [3, 6, 12, 24]
     whole = Candidates(Budget(1e5, 8, steps=(1000, 1100)), LossModel.rule_of_thumb())
     with pytest.raises(Refused, match="Ranks are of adapters"):
-        by_rank(whole, rank=1)
+        whole.by_rank(1)
 
 
 def test_noise_slows_a_run_down():
@@ -103,34 +102,34 @@ def test_answers_that_do_not_belong_to_fine_tuning():
     assert any("must be runs of adapters" in caveat for caveat in plan.caveats)
 
 
-ARGS = ["plan", "--users", "50000", "--epsilon", "8", "--delta", "1e-6"]
-ARGS += ["--parameters", "6.7e9", "--trainable", "4194304", "--flops", "1e19"]
-ARGS += ["--steps", "500:1000"]
+ARGS = """
+plan --users 50000 --epsilon 8 --delta 1e-6 --parameters 6.7e9 --trainable 4194304
+--flops 1e19 --steps 500:1000 --rank 8 --device-flops 3e14 --price 2.5 --devices 4
+--physical-batch-size 8
+"""
 
 
 def test_a_plan_of_adapters(capsys, tmp_path):
     run = tmp_path / "run.csv"
     lines = [f"{t},{loss}" for t, loss in zip(RUN.steps, RUN.loss)]
     run.write_text("\n".join(["steps,loss", *lines]))
-    args = [*ARGS, "--rank", "8", "--device-flops", "3e14", "--price", "2.5"]
-    args += ["--devices", "4", "--physical-batch-size", "8"]
-    assert main([*args, "--noise-free", str(run), "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+
+    def shown(more=""):
+        assert main(f"{ARGS} {more}".split()) == 0
+        return capsys.readouterr().out
+
+    found = json.loads(shown(f"--noise-free {run} --json"))
     (plan,) = found["plans"]
     assert found["answer"] == NOISE_FREE and RUN.loss[-1] < plan["loss"] < RUN.start
     hours = plan["flops"] / (3e14 * 0.3) / 3600
-    assert plan["cost"]["device_hours"] == pytest.approx(hours)
-    assert plan["cost"]["hours"] == pytest.approx(hours / 4)
-    assert plan["cost"]["money"] == pytest.approx(2.5 * hours)
+    cost = dict(device_hours=hours, hours=hours / 4, money=2.5 * hours)
+    assert plan["cost"] == pytest.approx(cost)
     assert [row["rank"] for row in plan["ranks"]] == [2, 4, 8, 16, 32]
     assert plan["parts"] == math.ceil(plan["batch_size"] / 8)
-    assert main([*args, "--noise-free", str(run), "--tokens", "1"]) == 0
-    shown = capsys.readouterr().out
-    assert " nats a record" in shown and "Too hopeful for other models" in shown
-    noise = re.search(r"noise multiplier +(\S+)", shown)[1]
-    assert f"noise_multiplier={noise}," in shown  # of the code
-    assert main(args) == 0
-    out = capsys.readouterr().out
-    for text in ("4,194,304", "device_hours", "money", "--noise-", "other ranks"):
+    out = shown(f"--noise-free {run} --tokens 1")
+    noise = re.search(r"noise multiplier +(\S+)", out)[1]
+    for text in (" nats a record", "Too hopeful", f"noise_multiplier={noise},"):
         assert text in out
-    assert "No loss is given" in out
+    out = shown()
+    for text in ("4,194,304", "device_hours", "--noise-", "other ranks", "No loss is"):
+        assert text in out

@@ -1,4 +1,4 @@
-"""``opacus-ext check``: per-sample gradients of a model against single samples."""
+"""``opacus-ext check``, ``audit`` and ``statement``: what needs a model."""
 
 from __future__ import annotations
 
@@ -8,15 +8,59 @@ from pathlib import Path
 from typing import Any, Iterable, Tuple
 
 import torch
+from torch import nn
 
+from opacus_ext.audit import audit_model, audit_training
 from opacus_ext.checks.check import check_per_sample_gradients, refuse_alike
 from opacus_ext.losses import model_losses
 from opacus_ext.planner.commands.output import print_result
-from opacus_ext.planner.families import made_by
+from opacus_ext.planner.measure import made_by
 from opacus_ext.refused import Refused
+from opacus_ext.statement import read_statement
 
 
-def run(args: argparse.Namespace) -> int:
+def statement(args: argparse.Namespace) -> int:
+    """Prints the privacy statement of a checkpoint; 1 if no guarantee is known."""
+    found = read_statement(args.checkpoint, args.delta, unit=args.unit)
+    print(found.json() if args.json else found.text.rstrip("\n"))
+    return int(found.content["holds"] == "no")
+
+
+def audit(args: argparse.Namespace) -> int:
+    """Audits a model's training; 1 if something contradicts the claims."""
+    model, batch, loss = target_of(args)
+    entries = sum(p.numel() for p in model.parameters() if p.requires_grad)
+
+    def loss_fn(model: nn.Module, batch: Any) -> Any:
+        if isinstance(loss, nn.Module):
+            inputs, targets = batch
+            return loss(model(inputs), targets)
+        return loss(model, batch)
+
+    common: Any = dict(
+        max_grad_norm=args.max_grad_norm,
+        delta=args.delta,
+        confidence=args.confidence,
+        grad_sample_mode=args.mode,
+    )
+    each = dict(noise_multiplier=args.noise_multiplier, trials=args.trials)
+    steps = audit_model(model, loss_fn, batch, **each, **common)
+    canaries = min(args.canaries, entries)
+    once = audit_training(model, loss_fn, batch, canaries=canaries, **common)
+    audits = {"single steps": steps, "one run": once}
+    if args.json:
+        content = {}
+        for name, found in audits.items():
+            findings = [finding._asdict() for finding in found.findings]
+            numbers = {n: getattr(found, n) for n in "ok epsilon claimed delta".split()}
+            content[name] = numbers | {"findings": findings}
+        print_result(content, True)
+    else:
+        print(*(f"{name}\n{found}\n" for name, found in audits.items()), sep="\n")
+    return int(not (steps.ok and once.ok))
+
+
+def check(args: argparse.Namespace) -> int:
     """Checks per-sample gradients, and lists modules that mix samples; 1 if any do."""
     model, batch, loss = target_of(args)
     refuse_alike(batch)
@@ -38,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
         print_result(found, True)
     else:
         print(report)
-    return 0 if report.ok else 1
+    return int(not report.ok)
 
 
 def target_of(args: argparse.Namespace) -> Tuple[Any, Any, Any]:

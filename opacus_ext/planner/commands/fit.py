@@ -1,10 +1,12 @@
-"""``opacus-ext fit``: fit a scaling law, and predict what was held out."""
+"""``opacus-ext fit``, ``measure`` and ``calibrate``."""
 
 from __future__ import annotations
 
 import argparse
+from itertools import product
 from typing import Any, Dict, Sequence, Tuple
 
+from opacus_ext.accountants.calibration import calibrate as calibrated
 from opacus_ext.planner.commands.output import print_result
 from opacus_ext.planner.laws import LAWS, Law, private_rows
 from opacus_ext.planner.measurements import EXAMPLE, Measurements, read_table
@@ -15,53 +17,96 @@ from opacus_ext.planner.surface import (
     hold_out,
     scaled_options,
 )
+from opacus_ext.progress import progress
 from opacus_ext.refused import Refused
 
 #: The paper's names of the laws of private training.
 PRIVATE_LAWS = {"L1": "private", "L2": "private_sigmoid"}
 
 
-def run(args: argparse.Namespace) -> int:
+def calibrate(args: argparse.Namespace) -> int:
+    """Prints the noise for each budget, batch size and number of steps."""
+    rows = []
+    examples = args.records_per_user if args.sampling == "records" else 1
+    cells = list(product(args.users, args.epsilon, args.batch_size, args.steps))
+    for users, epsilon, batch, steps in progress(cells, "calibrating noise"):
+        noise = calibrated(
+            epsilon,
+            args.delta,
+            steps,
+            batch,
+            users,
+            amplification=args.amplification,
+            records_per_user=args.records_per_user,
+            sampling=args.sampling,
+        )
+        cell = dict(users=users, epsilon=epsilon, delta=args.delta)
+        cell |= dict(batch_size=batch, steps=steps)
+        rows.append(
+            {**cell, "sample_rate": batch / (users * examples), **noise._asdict()}
+        )
+    print_result(rows, args.json)
+    return 0
+
+
+def measure(args: argparse.Namespace) -> int:
+    """Trains a grid of models, and fits a surface to the losses."""
+    from opacus_ext.planner import measure as module  # with torch
+
+    names = (
+        "sizes ratios learning_rates steps every batch_size warmup max_grad_norm seed"
+    )
+    measured = module.measure(
+        module.find_family(args.family, args.text),
+        args.out,
+        **{name: getattr(args, name) for name in names.split()},
+        progress=not args.no_progress,
+    )
+    last = measured.select(measured.steps == measured.steps.max())
+    columns = "parameters ratio learning_rate steps loss".split()
+    values = zip(*(getattr(last, name) for name in columns))
+    rows = [dict(zip(columns, row)) for row in values]
+    summary: Dict[str, Any] = {"runs": len(measured), "file": args.out, "last": rows}
+    try:
+        summary["fit"] = _fit_surface(measured)
+    except Refused as error:
+        summary["fit"] = {"refused": str(error)}
+    print_result(summary, args.json)
+    return 0
+
+
+def fit(args: argparse.Namespace) -> int:
     """Fits a law to measurements, and predicts what was held out."""
     name = PRIVATE_LAWS.get(args.law, args.law)
     if name == "surface":
-        measured = read_measurements(args.measurements)
-        result = fit_surface(measured, args.hold_out)
+        result = _fit_surface(read_measurements(args.measurements), args.hold_out)
+    elif name not in LAWS:
+        names = ", ".join(["surface", *PRIVATE_LAWS, *LAWS])
+        raise Refused(f"--law {args.law!r} is none of {names}.", parameter="--law")
+    elif args.hold_out:
+        raise Refused("--hold-out is for --law surface.", parameter="--hold-out")
     else:
-        result = _fit(args, name)
+        law = LAWS[name]
+        loss, inputs = _rows(args.measurements, law)
+        found = law.fit(loss, **inputs)
+        result = dict(law=name, rows=found.rows, objective=found.objective)
+        result |= {**found.parameters, "warnings": found.warnings}
     print_result(result, args.json)
     return 0
 
 
-def _fit(args: argparse.Namespace, name: str) -> Dict[str, Any]:
-    if name not in LAWS:
-        names = ", ".join(["surface", *PRIVATE_LAWS, *LAWS])
-        raise Refused(f"--law {args.law!r} is none of {names}.", parameter="--law")
-    if args.hold_out:
-        raise Refused("--hold-out is for --law surface.", parameter="--hold-out")
-    inputs: Dict[str, Any]
-    law = LAWS[name]
-    if name.startswith("private"):
-        loss, inputs, _ = private_rows(read_measurements(args.measurements))
-    else:
-        loss, inputs = _columns(args.measurements, law)
-    found = law.fit(loss, **inputs)
-    result = dict(law=name, rows=found.rows, objective=found.objective)
-    result |= found.parameters
-    result["warnings"] = list(found.warnings)
-    return result
-
-
-def _columns(path: str, law: Law) -> Tuple[Any, Dict[str, Any]]:
-    """A law's inputs from a table, by their names or those of Chinchilla's data."""
+def _rows(path: str, law: Law) -> Tuple[Any, Dict[str, Any]]:
+    """A law's target and inputs; of tables, by their names or Chinchilla's data's."""
+    if "ratio" in law.inputs:
+        return private_rows(read_measurements(path))
     aliases = {"Model Size": "parameters", "Training FLOP": "flops"}
     table = {aliases.get(name, name): x for name, x in read_table(path).items()}
     if "tokens" not in table and {"parameters", "flops"} <= table.keys():
         table["tokens"] = table["flops"] / (6 * table["parameters"])
-    missing = [n for n in (law.target, *law.inputs) if n not in table]
+    missing = {law.target, *law.inputs} - table.keys()
     if missing:
         raise Refused(
-            f"{path} has no column of numbers {', '.join(missing)}.",
+            f"{path} has no column of numbers {', '.join(sorted(missing))}.",
             parameter="measurements",
             remedy=f"{law.name} needs {law.target} and {', '.join(law.inputs)}.",
         )
@@ -73,24 +118,23 @@ def read_measurements(name: str) -> Measurements:
     return Measurements.read(EXAMPLE if name == "example" else name)
 
 
-def fit_surface(
-    measured: Measurements, left_out: Sequence[Tuple[str, float]]
+def _fit_surface(
+    measured: Measurements, left_out: Sequence[Tuple[str, float]] = ()
 ) -> Dict[str, Any]:
     """Ranges, errors and warnings of a surface, by name."""
 
-    def errors(found: HoldOut) -> Dict[str, Any]:
-        names = "mean error", "worst error", "readings"
-        return dict(zip(names, (found.mean, found.worst, len(found.measured))))
+    def errors(held: HoldOut) -> Dict[str, Any]:
+        values = held.mean, held.worst, len(held.measured)
+        return dict(zip(("mean error", "worst error", "readings"), values))
 
     options: Any = scaled_options(measured)
     surface = Surface.fit(measured, **options)
-    result: Dict[str, Any] = dict(law="surface", runs=len(measured))
-    result |= {name: list(ends) for name, ends in surface.ranges.items()}
+    result: Dict[str, Any] = dict(law="surface", runs=len(measured), **surface.ranges)
     held = continued(measured, **options)
     if held is not None:
         result["first quarter continued"] = errors(held)
-    result["warnings"] = list(surface.warnings)
+    result["warnings"] = surface.warnings
     for name, value in left_out:
-        left: Any = {name: value, **options}
-        result[f"without {name}={value:g}"] = errors(hold_out(measured, **left))
+        held = hold_out(measured, **{name: value, **options})
+        result[f"without {name}={value:g}"] = errors(held)
     return result

@@ -7,14 +7,15 @@ import sys
 from importlib import import_module
 from typing import Optional, Sequence
 
-from opacus_ext.planner.commands.parser import parse
+from opacus_ext.planner.commands.options import COMMANDS, parse
 
 
 def run(args: argparse.Namespace) -> int:
     """Runs a parsed command; 2 is for wrong arguments, 3 for a hopeless budget."""
-    command = import_module(f"opacus_ext.planner.commands.{args.command}")
+    file = COMMANDS[args.command][0]
+    module = import_module(f"opacus_ext.planner.commands.{file}")
     try:
-        return command.run(args)
+        return getattr(module, args.command)(args)
     except (OSError, ValueError, ArithmeticError) as error:
         print(f"{args.parser.prog}: error: {error}", file=sys.stderr)
         raise SystemExit(getattr(error, "status", 2)) from error

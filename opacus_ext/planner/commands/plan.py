@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import argparse
 import math
+from dataclasses import asdict
 from itertools import product
-from typing import Any, Dict, List, Optional, Sequence, Tuple
+from typing import Any, Dict, List, Optional, Tuple
 
 from opacus_ext.planner.budget import Budget, HopelessError
-from opacus_ext.planner.candidates import Candidates
-from opacus_ext.planner.changes import by_rank, doubled_loss, doubled_noise
 from opacus_ext.planner.commands.fit import PRIVATE_LAWS, read_measurements
 from opacus_ext.planner.commands.output import print_result, show
-from opacus_ext.planner.cost import Device
+from opacus_ext.planner.cost import Device, ways
 from opacus_ext.planner.laws import LAWS
 from opacus_ext.planner.loss_model import LossModel
 from opacus_ext.planner.noise_free import NoiseFree
-from opacus_ext.planner.plan import Plan
-from opacus_ext.planner.search_cost import ways
+from opacus_ext.planner.plan import Candidates, Plan
 from opacus_ext.refused import Refused
 
 _OF_BUDGET = (
@@ -27,13 +25,13 @@ _OF_BUDGET = (
 Row = Dict[str, Any]
 
 
-def run(args: argparse.Namespace) -> int:
+def plan(args: argparse.Namespace) -> int:
     """Plans each budget of a grid, of which not all may be hopeless."""
     law, notes = _law(args)
     hopeless: List[HopelessError] = []
     plans: List[Plan] = []
     rows: List[Row] = []
-    common: Any = {name: getattr(args, name) for name in _OF_BUDGET}
+    common = _fields(args, " ".join(_OF_BUDGET))
     common["tokens"] = args.tokens or law.tokens or 512
     for users, epsilon in product(args.users, args.epsilon):
         table = Candidates(Budget(users=users, epsilon=epsilon, **common), law)
@@ -57,15 +55,15 @@ def run(args: argparse.Namespace) -> int:
     if any(p.steps > law.measured_to(p.trainable, p.ratio) for p in plans):
         notes += law.warnings
     answer = f"{law.kind}: {law.source}"
-    found: Row = {"answer": answer, "notes": notes}
+    result: Row = {"answer": answer, "notes": notes}
     if args.json:
-        found |= {"answer": law.kind, "law": answer}
-        found |= {"warnings": law.warnings, "plans": rows}
+        result |= {"answer": law.kind, "law": answer}
+        result |= {"warnings": law.warnings, "plans": rows}
     elif len(rows) == 1:
-        found |= _one_plan(plans[0], rows[0])
+        result |= _for_people(plans[0], rows[0])
     else:
-        found["plans"] = _many_plans(rows)
-    print_result(found, args.json)
+        result["plans"] = [_in_short(row) for row in rows]
+    print_result(result, args.json)
     return 0
 
 
@@ -93,35 +91,38 @@ def _law(args: argparse.Namespace) -> Tuple[LossModel, List[str]]:
     return model, list(model.warnings)
 
 
-def _fields(plan: Any, names: str) -> Row:
-    return {name: getattr(plan, name) for name in names.split()}
+def _fields(source: object, names: str) -> Row:
+    return {name: getattr(source, name) for name in names.split()}
 
 
 def _row(args: argparse.Namespace, table: Candidates, plan: Plan) -> Row:
     """A plan with all that belongs to it, for JSON."""
-    flops, row = plan.budget.flops, plan.as_dict()
-    row["near_optimal"] = table.near(flops)._asdict()
-    most = table.saturating()
-    row["saturating"] = _fields(most, "flops loss parameters batch_size steps ends")
-    row["cost"] = _cost(args, plan)
-    row["saturating"]["cost"] = _cost(args, most)
+    flops, most = plan.budget.flops, table.saturating()
+    saturating = _fields(most, "flops loss parameters batch_size steps ends")
     of_rank = "trainable batch_size steps noise_multiplier noise_norm loss"
-    row["ranks"] = args.rank and [
-        {"rank": rank} | _fields(other, of_rank) | (_cost(args, other) or {})
-        for rank, other in by_rank(table, args.rank, flops).items()
-    ]
-    row["doubling"] = {
-        "loss": doubled_loss(table, flops)._asdict(),
-        "noise_batch_ratio": doubled_noise(plan),
+    ranks = args.rank and table.by_rank(args.rank, flops)
+    doubling = {
+        "loss": table.doubled_loss(flops),
+        "noise_batch_ratio": plan.doubled_noise(),
     }
-    without = table.not_private(plan.flops)
-    row["not_private"] = without and without._asdict()
-    row["same_epsilon"] = [
-        _fields(other, "parameters batch_size steps loss advantage")
-        for other in table.by_batch_size(flops, within=0.05, most=9)
-    ]
-    row["trials"] = args.trials and _search(args.trials, plan)
-    return row
+    return {
+        **plan.as_dict(),
+        "near_optimal": asdict(table.near(flops)),
+        "saturating": {**saturating, "cost": _cost(args, most)},
+        "cost": _cost(args, plan),
+        "ranks": ranks
+        and [
+            {"rank": rank, **_fields(other, of_rank), **(_cost(args, other) or {})}
+            for rank, other in ranks.items()
+        ],
+        "doubling": doubling,
+        "not_private": table.not_private(plan.flops),
+        "same_epsilon": [
+            _fields(other, "parameters batch_size steps loss advantage")
+            for other in table.by_batch_size(flops, within=0.05, most=9)
+        ],
+        "trials": args.trials and _search(args.trials, plan),
+    }
 
 
 def _cost(args: argparse.Namespace, plan: Plan) -> Optional[Row]:
@@ -140,22 +141,25 @@ def _search(trials: int, plan: Plan) -> Any:
     return ways(plan.budget.epsilon, plan.budget.delta, plan.steps, rate, trials)
 
 
-def _one_plan(plan: Plan, row: Row) -> Row:
+def _for_people(plan: Plan, row: Row) -> Row:
     """A plan for people."""
-    budget, more, enough = plan.budget, row["doubling"], dict(row["saturating"])
-    near = {k: v for k, v in row["near_optimal"].items() if k != "count"}
+    budget, enough, near = plan.budget, {**row["saturating"]}, {**row["near_optimal"]}
+    del near["count"]
     ends = ", ".join(f"{k} at the {v} end" for k, v in enough.pop("ends").items())
-    enough["or more"] = f"as {ends} of its range" if ends else None
-    given = _fields(budget, "users epsilon delta flops tokens").items()
+    if ends:
+        enough["or more"] = f"as {ends} of its range"
+    limits = _fields(budget, "users epsilon delta flops tokens").items()
     unit = "token" if budget.tokens > 1 else "record"
     way = "Poisson samples" if plan.amplified else "fixed, every one once an epoch"
     parts = f"{plan.parts:,} parts of {budget.physical_batch_size:,} at most"
-    tuned = f", {plan.trainable:,} of them trained"
-    losses = {k: f"{-100 * v:.2g} %" for k, v in more["loss"].items() if v == v}
-    noises = more["noise_batch_ratio"].items()
+    trained = f", {plan.trainable:,} of them trained"
+    losses, noises = (
+        {name: gain for name, gain in gains.items() if not math.isnan(gain)}
+        for gains in row["doubling"].values()
+    )
     return {
-        "budget": {k: v for k, v in given if v < math.inf},
-        "parameters": f"{plan.parameters:,}" + tuned * (budget.trainable is not None),
+        "budget": {name: limit for name, limit in limits if limit < math.inf},
+        "parameters": f"{plan.parameters:,}" + trained * (budget.trainable is not None),
         "batch size": f"{plan.batch_size:,} ({way}), in {parts}",
         "steps": plan.steps,
         "compute": f"{plan.flops:.3g} FLOPs",
@@ -163,15 +167,14 @@ def _one_plan(plan: Plan, row: Row) -> Row:
         "noise multiplier": repr(row["make_private"]["noise_multiplier"]),
         "noise-batch ratio": f"{show(plan.ratio)} (norm of the noise "
         f"{show(plan.noise_norm)})",
-        "loss": None if plan.loss is None else f"{show(plan.loss)} nats a {unit}",
+        "loss": plan.loss and f"{show(plan.loss)} nats a {unit}",
         "membership advantage": f"{show(plan.advantage)} at most",
         "learning rate": plan.learning_rate,
         "cost": row["cost"],
         "about as good (1 %)": near,
         "enough compute (1 %)": enough,
-        "loss with double the": losses,
-        # No batch holds more than all.
-        "noise with double the": {k: f"1/{1 + v:.3g}" for k, v in noises if v == v},
+        "loss with double the": {k: f"{-100 * x:.2g} %" for k, x in losses.items()},
+        "noise with double the": {k: f"1/{1 + x:.3g}" for k, x in noises.items()},
         "without privacy": row["not_private"],
         "other batch sizes of equal epsilon and compute": row["same_epsilon"],
         "adapters of other ranks, same compute": row["ranks"],
@@ -180,14 +183,14 @@ def _one_plan(plan: Plan, row: Row) -> Row:
     }
 
 
-def _many_plans(rows: Sequence[Row]) -> List[Row]:
-    """Plans for people, a row each."""
+def _in_short(row: Row) -> Row:
+    """A plan for people, in a row of a table."""
     names = "flops parameters batch_size steps noise_norm loss tokens_per_parameter "
     names += "advantage amplified ends"
-    return [
-        {name: row["budget"][name] for name in ("users", "epsilon")}
-        | {"noise_multiplier": repr(row["make_private"]["noise_multiplier"])}
-        | {name: row[name] for name in names.split()}
-        | (row["cost"] or {})
-        for row in rows
-    ]
+    return {
+        "users": row["budget"]["users"],
+        "epsilon": row["budget"]["epsilon"],
+        "noise_multiplier": repr(row["make_private"]["noise_multiplier"]),
+        **{name: row[name] for name in names.split()},
+        **(row["cost"] or {}),
+    }

@@ -1,5 +1,6 @@
 """
-The arguments of ``opacus-ext`` and their help.
+The options of ``opacus-ext``: the parser, its help and the table of the documentation
+(tools/options.py) are made of what stands here.
 
 opacus_ext_command.py loads this file by its path, so that help and wrong arguments are
 answered at once. Therefore it imports nothing but the standard library.
@@ -10,9 +11,8 @@ from __future__ import annotations
 import argparse
 import math
 import os
-from functools import partial
 from pathlib import Path
-from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tuple
+from typing import Any, Callable, Iterator, Optional, Sequence
 
 EPILOG = {
     None: """examples:
@@ -73,15 +73,15 @@ is 0 if nothing contradicts the claims, else 1.""",
 The status is 1 if no guarantee is known, as with poisson_sampling=False.""",
 }
 
-#: Each command is a file beside this one, with a function ``run(args) -> int``.
+#: Each command is a function of this name, in the file beside this one that is named.
 COMMANDS = {
-    "plan": "model size, batch size, steps and noise for a budget",
-    "calibrate": "noise for a privacy budget",
-    "measure": "train a grid of small models with noise",
-    "fit": "fit a scaling law to measurements",
-    "check": "compare per-sample gradients with autograd",
-    "audit": "attack private training, and compare with what it claims",
-    "statement": "the privacy statement of a checkpoint",
+    "plan": ("plan", "model size, batch size, steps and noise for a budget"),
+    "calibrate": ("fit", "noise for a privacy budget"),
+    "measure": ("fit", "train a grid of small models with noise"),
+    "fit": ("fit", "fit a scaling law to measurements"),
+    "check": ("check", "compare per-sample gradients with autograd"),
+    "audit": ("check", "attack private training, and compare with what it claims"),
+    "statement": ("check", "the privacy statement of a checkpoint"),
 }
 
 _BUDGET = """
@@ -168,97 +168,73 @@ checkpoint             text              ; a file, or PrivateTrainer's folder
 """,
 }
 
-Parse = Callable[[str], Any]  # a type for argparse
 
-
-def _number(low: str = "0", high: str = "inf", whole: bool = False) -> Parse:
-    """A number, as "4", "1e6" or "inf"; with a low bound ">0" only above it."""
-    above, least, most = low[0] == ">", float(low.strip(">")), float(high)
+def _numbers(kind: str, low: str = "0", high: str = "inf") -> Callable[[str], Any]:
+    """A reader of a number, as "4", "1e6" or "inf", of a list or a range of them."""
+    whole, above = kind.startswith("whole"), low.startswith(">")
+    least, most = float(low.strip(">")), float(high)
     wanted = "a whole number" if whole else "a number"
     wanted += f", above {least:g}" if above else f", {least:g} or more"
     wanted += "" if most == math.inf else f", at most {most:g}"
 
-    def parse(text: str) -> float:
+    def one(text: str) -> float:
         try:
             value = float(text)
         except ValueError:
             value = math.nan
-        fits = least < value <= most if above else least <= value <= most
+        fits = least <= value <= most and not (above and value == least)
         if not fits or whole and not value.is_integer():
             raise argparse.ArgumentTypeError(f"{text!r} is not {wanted}")
         return int(value) if whole else value
 
-    return parse
-
-
-def _numbers(low: str = "0", high: str = "inf", whole: bool = False) -> Parse:
-    """Several numbers, as "1,4,16"."""
-    one = _number(low, high, whole)
-    return lambda text: [one(part) for part in text.split(",")]
-
-
-def _range(low: str = "0", high: str = "inf", whole: bool = False) -> Parse:
-    """LOW:HIGH, or one number for both."""
-    one = _number(low, high, whole)
-
-    def parse(text: str) -> Tuple[float, float]:
+    def ends(text: str) -> Sequence[float]:
         parts = [one(part) for part in text.split(":")]
         if len(parts) > 2 or parts[0] > parts[-1]:
             raise argparse.ArgumentTypeError(f"{text!r} is not LOW:HIGH")
         return parts[0], parts[-1]
 
-    return parse
+    def several(text: str) -> Sequence[float]:
+        return [one(part) for part in text.split(",")]
+
+    if kind.endswith("range"):
+        return ends
+    return several if kind.endswith("s") else one
 
 
-def _words(text: str) -> List[str]:
-    return [word for word in text.split(",") if word]
-
-
-def _hold_out(text: str) -> Tuple[str, float]:
+def _hold_out(text: str) -> Sequence[Any]:
     name, _, value = text.partition("=")
     if name not in ("parameters", "ratio", "steps"):
         raise argparse.ArgumentTypeError(
             f"{text!r} is not parameters=..., ratio=... or steps=..."
         )
-    return name, _number()(value)
+    return name, _numbers("number")(value)
 
 
-_TYPES: Dict[str, Callable[..., Parse]] = {
-    "number": _number,
-    "whole": partial(_number, whole=True),
-    "numbers": _numbers,
-    "wholes": partial(_numbers, whole=True),
-    "range": _range,
-    "whole-range": partial(_range, whole=True),
-    "text": lambda: str,
-    "words": lambda: _words,
-    "hold-out": lambda: _hold_out,
-}
-
-
-def _add_option(add: Callable, option: str) -> None:
-    """Adds an entry of :data:`OPTIONS` to a parser."""
-    spec, _, text = option.partition(";")
+def _add(command: argparse.ArgumentParser, line: str) -> None:
+    """Adds an option, a line of :data:`OPTIONS`, to the parser of a command."""
+    spec, _, text = line.partition(";")
     name, kind, *bounds = spec.split()
-    given: Dict[str, Any] = {"help": " ".join(text.split())}
-    if "[" in name:
-        name, _, metavar = name.partition("[")
-        given["metavar"] = metavar.strip("]")
-    flags, has_default, default = name.partition("=")
-    if has_default:
-        given["default"] = default
-        given["help"] += f" (default {default})"
-    if flags.endswith("!"):
-        given["required"] = True
-    if kind[0] == "{":
-        given["choices"] = kind.strip("{}").split(",")
+    name, _, metavar = name.partition("[")
+    name, _, default = name.partition("=")
+    settings: Any = {"help": " ".join(text.split())}
+    if default:
+        settings["default"] = default
+        settings["help"] += f" (default {default})"
+    if metavar:
+        settings["metavar"] = metavar.strip("]")
+    if name.endswith("!"):
+        settings["required"] = True
+    if kind.startswith("{"):
+        settings["choices"] = kind.strip("{}").split(",")
     elif kind == "flag":
-        given["action"] = "store_true"
-    else:
-        given["type"] = _TYPES[kind](*bounds)
-    if kind == "hold-out":
-        given |= {"action": "append", "default": []}
-    add(*flags.strip("!").split(","), **given)
+        settings["action"] = "store_true"
+    elif kind == "hold-out":
+        settings |= dict(type=_hold_out, action="append", default=[])
+    elif kind == "words":
+        settings["type"] = lambda text: list(filter(None, text.split(",")))
+    elif kind != "text":
+        settings["type"] = _numbers(kind, *bounds)
+    command.add_argument(*name.strip("!").split(","), **settings)
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -267,14 +243,13 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="opacus-ext", epilog=EPILOG[None], **raw)
     parser.add_argument("--version", action="version", version=_version())
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name, text in COMMANDS.items():
+    for name, (_, text) in COMMANDS.items():
         about: Any = dict(help=text, description=text, epilog=EPILOG[name])
-        sub = commands.add_parser(name, **about, **raw)
-        for option in OPTIONS[name].splitlines():
-            if option:
-                _add_option(sub.add_argument, option)
-        sub.add_argument("--json", action="store_true", help="print JSON")
-        sub.set_defaults(parser=sub)
+        command = commands.add_parser(name, **about, **raw)
+        for line in filter(None, OPTIONS[name].splitlines()):
+            _add(command, line)
+        command.add_argument("--json", action="store_true", help="print JSON")
+        command.set_defaults(parser=command)
     return parser
 
 
@@ -294,46 +269,42 @@ def parse(argv: Optional[Sequence[str]] = None) -> argparse.Namespace:
 
 def needs_torch(args: argparse.Namespace) -> bool:
     """True if a command trains or reads a model."""
-    return args.command in ("measure", "check", "audit", "statement")
+    return args.command == "measure" or COMMANDS[args.command][0] == "check"
 
 
 def _problems(args: argparse.Namespace) -> Iterator[str]:
     """The reasons why arguments don't fit, found before anything is imported."""
-    given = vars(args)
     if args.command in ("plan", "calibrate"):
-        each = args.records_per_user if args.sampling == "records" else 1
-        fewest, batches = int(min(args.users)) * each, args.batch_size or [1]
+        examples = int(min(args.users))
+        if args.sampling == "records":
+            examples *= args.records_per_user
+        batches = args.batch_size or [1]
         least = batches[0] if args.command == "plan" else max(batches)
-        if least > fewest:
-            yield f"batch_size must be at most {fewest}, all examples; got {least:g}"
+        if least > examples:
+            yield f"batch_size must be at most {examples}, all examples; got {least:g}"
     if args.command == "plan":
         yield from _problems_of_plan(args)
     for name in ("measurements", "noise_free", "text", "checkpoint"):
-        path = given.get(name)
+        path = getattr(args, name, None)
         if path and path != "example" and not os.path.exists(path):
             yield f"there is no {path}"
-    target = given.get("target")
+    target = getattr(args, "target", None)
     if target and ":" not in target and not os.path.isdir(target):
         yield f"target {target!r} is neither a folder nor module:function"
 
 
 def _problems_of_plan(args: argparse.Namespace) -> Iterator[str]:
+    law, fitted = args.law, args.measurements
     if max(args.epsilon) > 100:
         yield f"epsilon={max(args.epsilon):g} is above 100: that is no privacy"
-    for name in ("trainable", "noise_free"):
-        flag = "--" + name.replace("_", "-")
-        if getattr(args, name) is None:
-            continue
-        if args.measurements or args.law not in (None, "rule"):
-            yield f"{flag} goes without --measurements and --law"
-    if args.noise_free and args.law:
-        yield "--noise-free goes without --law"
-    if args.rank and args.trainable is None:
-        yield "--rank needs --trainable, the parameters of adapters of this rank"
+    if args.trainable is not None and (fitted or law not in (None, "rule")):
+        yield "--trainable goes without --measurements and --law"
+    if args.noise_free and (fitted or law):
+        yield "--noise-free goes without --measurements and --law"
     cost = args.price or args.devices > 1 or args.utilization
     if cost and args.device_flops is None:
         yield "--price, --devices and --utilization need --device-flops"
-    if args.law and bool(args.measurements) == (args.law in ("paper", "rule")):
+    if law and bool(fitted) == (law in ("paper", "rule")):
         yield (
             "--law surface, L1 and L2 are fitted to --measurements, paper and rule go "
             "without"
