@@ -359,13 +359,27 @@ class Case:
     def alone(self, processes: int) -> nn.Module:
         """The same training from the gradients of single samples, by plain autograd."""
         model, steps = self.start(), self.steps(processes)
-        names, optimizer = trainable(model), self.plain_optimizer(model)
+        optimizer = self.plain_optimizer(model)
         for step, sizes in enumerate(steps):
-            grads = oracle(model, self.batch(step, sum(sizes)), self.losses)
-            for name, total in self.sums(model, grads, processes).items():
-                names[name].grad = total / max(1, sum(steps[0]))
-            optimizer.step()
+            batch = self.batch(step, sum(sizes))
+            self.take_step(model, optimizer, batch, max(1, sum(steps[0])), processes)
         return model
+
+    def take_step(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        batch: Any,
+        size: int = 6,
+        processes: int = 1,
+        losses: Any = None,
+    ) -> Dict[str, torch.Tensor]:
+        """A step of plain autograd for the expected batch size; the weights then."""
+        grads = oracle(model, batch, losses or self.losses)
+        for name, total in self.sums(model, grads, processes).items():
+            model.get_parameter(name).grad = total / size
+        optimizer.step()
+        return whole(model)
 
     def check(self, group: Group) -> None:
         """Each process has the weights of one; replicas are equal bit for bit."""

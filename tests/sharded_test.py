@@ -219,6 +219,13 @@ def state_of(model, optimizer):
     }
 
 
+def load(model, optimizer, path):
+    state = state_of(model, optimizer)
+    dcp.load(state, checkpoint_id=path)
+    set_model_state_dict(model, state["model"])
+    set_optimizer_state_dict(model, optimizer, state["optimizer"])
+
+
 def saved(folder):
     """Trains two steps and saves, with any number of processes."""
     model = sharded()
@@ -242,10 +249,7 @@ def loaded(folder):
     """Goes on from what another number of processes has saved."""
     model = sharded()
     optimizer = ADAM.plain_optimizer(model)
-    state = state_of(model, optimizer)
-    dcp.load(state, checkpoint_id=f"{folder}/saved")
-    set_model_state_dict(model, state["model"])
-    set_optimizer_state_dict(model, optimizer, state["optimizer"])
+    load(model, optimizer, f"{folder}/saved")
     private = ADAM.private(model, optimizer=optimizer, noise_multiplier=1.0)
     history, noise_state = torch.load(f"{folder}/private.pt")
     private.engine.accountant.load_state_dict(history)
