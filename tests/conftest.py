@@ -38,7 +38,6 @@ THOROUGH = (
     "distributed_test.py",
     "sharded_test.py",
     "failures_test.py",
-    "trainer_processes_test.py",
     "trainer_sharded_test.py",
     "lightning_processes_test.py",
     "accelerate_processes_test.py",
