@@ -3,6 +3,7 @@ draws, checkpoints. Float64, so that two sums of the same gradients differ by ro
 """
 
 import functools
+from tempfile import mkdtemp
 
 import pytest
 import torch
@@ -143,15 +144,15 @@ def split_model():
 REFUSED = {
     "split": (split_model, "net.0.weight is shared out"),
     "rates": (
-        lambda: trained(None, automatic=False, make=Steps),
+        lambda: trained(mkdtemp(), automatic=False, make=Steps),
         "Learning rates or other settings",
     ),
     "sync_dist": (
-        lambda: trained(None, log={"sync_dist": True}),
+        lambda: trained(mkdtemp(), log={"sync_dist": True}),
         "self.log, which waits",
     ),
     "metric": (
-        lambda: trained(None, log={"on_each_step": True}),
+        lambda: trained(mkdtemp(), log={"on_each_step": True}),
         "sums the metric metric over processes, which waits",
     ),
 }
