@@ -189,7 +189,7 @@ def test_what_is_refused(mode):
     noise, and is without effect in "hooks", as in Opacus.
     """
     with pytest.raises((ValueError, RuntimeError), match="BatchMemoryManager"):
-        end_of(mode, accelerator(steps=2))
+        end_of(mode, accelerator(steps=2), first=False)
     if mode == "hooks":
         clipped = end_of(mode, accelerator(), first=False, clip=True)
         assert distance(weights(clipped.model), weights(end_of(mode).model)) == 0

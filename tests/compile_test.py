@@ -302,7 +302,9 @@ def frozen_norms():
 
 
 def llama():
-    return tiny.build("causal-lm", "llama", "LlamaForCausalLM", use_cache=False)
+    model = tiny.build("causal-lm", "llama", "LlamaForCausalLM", use_cache=False)
+    model.set_attn_implementation("sdpa")
+    return model
 
 
 def adapters():
