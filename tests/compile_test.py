@@ -15,7 +15,6 @@ import weakref
 
 import pytest
 import torch
-from opacus.utils.batch_memory_manager import BatchMemoryManager
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -862,11 +861,7 @@ def physical_batches(device, **how):
     given = dict(batch_size=8, max_grad_norm=c, dataset=data, lr=0.0)
     private = make_private(model, "ghost_bk", **given)
     private.module = torch.compile(private.module, **how)
-    with BatchMemoryManager(
-        data_loader=private.loader,
-        max_physical_batch_size=3,
-        optimizer=private.optimizer,
-    ) as loader:
+    with private.parts(3) as loader:
         for (batch,) in loader:
             private.step(batch, square_loss)
     got = {n: 8 * p.grad for n, p in trainable(model).items()}

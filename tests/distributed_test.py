@@ -13,7 +13,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from opacus.distributed import DifferentiallyPrivateDistributedDataParallel as DPDDP
-from opacus.utils.batch_memory_manager import BatchMemoryManager
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.checkpoint import checkpoint
@@ -532,11 +531,7 @@ def in_parts(mode: str) -> Dict[str, torch.Tensor]:
     private = Case("mixture", mode).private(spread(), 4, dataset=data, sampler=own)
     private.optimizer.expected_batch_size = 4  # in each process
     history = private.engine.accountant.history
-    with BatchMemoryManager(
-        data_loader=private.loader,
-        max_physical_batch_size=3,
-        optimizer=private.optimizer,
-    ) as loader:
+    with private.parts(3) as loader:
         for (x,) in loader:
             assert not history
             private.step(x, square_loss)

@@ -13,7 +13,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from opacus.utils.batch_memory_manager import BatchMemoryManager
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -138,11 +137,7 @@ def own_splits(way):
         poisson_sampling=True,
         sampling=Poisson(expected_batch_size=6, steps=3),
     )
-    with BatchMemoryManager(
-        data_loader=private.loader,
-        max_physical_batch_size=1 + 3 * dist.get_rank(),
-        optimizer=private.optimizer,
-    ) as loader:
+    with private.parts(1 + 3 * dist.get_rank()) as loader:
         for (some,) in loader:
             private.step({"ids": some}, ADAM.losses)
     return sum(steps for _, _, steps in private.engine.accountant.history)
@@ -160,11 +155,7 @@ def physical(way):
     )
     torch.manual_seed(0)
     sizes, drawn, steps, taken = [[]], [[]], 0, []
-    with BatchMemoryManager(
-        data_loader=private.loader,
-        max_physical_batch_size=2,
-        optimizer=private.optimizer,
-    ) as loader:
+    with private.parts(2) as loader:
         for (some,) in loader:
             private.step({"ids": some}, ADAM.losses)
             sizes[-1].append(len(some))

@@ -8,7 +8,6 @@ import torch
 from opacus import PrivacyEngine
 from opacus.distributed import DifferentiallyPrivateDistributedDataParallel as DPDDP
 from opacus.optimizers import DPOptimizer
-from opacus.utils.batch_memory_manager import BatchMemoryManager
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -215,11 +214,7 @@ def test_physical_batches_and_poisson(mode):
     monitor = Monitor(private.engine, private.optimizer)
     seen = []
     for _ in range(3):
-        with BatchMemoryManager(
-            data_loader=private.loader,
-            max_physical_batch_size=2,
-            optimizer=private.optimizer,
-        ) as parts:
+        with private.parts(2) as parts:
             for (part,) in parts:
                 private.step(part, square_loss)
                 seen += [float(n) for y in part for n in norms[(x == y).all(1)]]
