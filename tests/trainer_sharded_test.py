@@ -27,15 +27,11 @@ from tests.processes import (  # noqa: E402
     assert_refused,
     refusals,
 )
+from tests.trainer_test import SAVING, gpt2, padded, private, sentences  # noqa: E402
+from tests.trainer_test import trainer as a_trainer  # noqa: E402
 
 SIZE = 12  # records of a logical batch, of 1, 2 and 3 processes
 LOGGED = ("loss", "eval_loss", "expected_batch_size", "sample_rate", "train_loss")
-DROPS = dict(resid_pdrop=0, attn_pdrop=0, embd_pdrop=0)
-
-
-def gpt2():
-    """Its embeddings are tied."""
-    return tiny.build("causal-lm", "gpt2", "GPT2LMHeadModel", **DROPS)
 
 
 def lora():
@@ -58,59 +54,31 @@ def by_user(model, shape=(2,), **kwargs):
     return fully_shard(model, mesh=mesh, **kwargs)
 
 
-def padded(records):
-    """Pads to the longest one."""
-    longest = max(map(len, records))
-
-    def put(value, make=lambda x: x):
-        rows = [
-            nn.functional.pad(make(x), (0, longest - len(x)), value=value)
-            for x in records
-        ]
-        return torch.stack(rows)
-
-    mask = put(0, torch.ones_like)
-    return {"input_ids": put(0), "labels": put(-100), "attention_mask": mask}
-
-
-def data(count=32):
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(1, tiny.V, (count, 7), generator=generator)
-    return [x[: 3 + i % 5] for i, x in enumerate(ids)]
-
-
-def trainer(folder, make=gpt2, noise=0.0, size=SIZE, cls=None, **kwargs):
-    from transformers import TrainingArguments
-
-    from opacus_ext.trainer import PrivacyArguments, PrivateTrainer
-
+def trainer(
+    folder, make=gpt2, noise=0.0, size=SIZE, dtype=torch.double, change=None, **given
+):
+    """In several processes sharded by Trainer, unless ``change`` says otherwise."""
     as_torchrun()
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        model = make().to(kwargs.pop("dtype", torch.double))
+        model = make().to(dtype)
     processes = dist.get_world_size() if dist.is_initialized() else 1
-    change, config = kwargs.pop("change", None), kwargs.pop("config", {})
+    config = given.pop("config", {})
     if processes > 1 and change is not None:
         model = change(model)
     elif processes > 1:
-        kwargs.update(fsdp=True, fsdp_config=dict(config))
+        given.update(fsdp=True, fsdp_config=dict(config))
     accumulate = 2 if size == SIZE else 1
-    given = dict(max_steps=4, save_steps=2, logging_steps=1, learning_rate=0.5)
-    given.update(use_cpu=True, report_to=[], disable_tqdm=True, optim="sgd")
-    given.update(gradient_accumulation_steps=accumulate, remove_unused_columns=False)
-    given.update(per_device_train_batch_size=size // accumulate // processes)
-    given.update(per_device_eval_batch_size=4 // processes)
-    return (cls or PrivateTrainer)(
-        model,
-        TrainingArguments(folder, **{**given, **kwargs}),
-        train_dataset=data(),
-        eval_dataset=data(8),
-        data_collator=padded,
-        privacy=PrivacyArguments(
-            **dict(noise_multiplier=noise, target_delta=1e-3, privacy_seed=7),
-            **dict(per_sample_max_grad_norm=0.5, repeat_noise=True),
-        ),
+    settings = dict(SAVING, logging_steps=1, learning_rate=0.5)
+    settings.update(gradient_accumulation_steps=accumulate)
+    settings.update(per_device_train_batch_size=size // accumulate // processes)
+    settings.update(per_device_eval_batch_size=4 // processes)
+    settings.update(padded("DataCollatorForLanguageModeling", mlm=False), **given)
+    privacy = private(
+        noise_multiplier=noise, privacy_seed=7, per_sample_max_grad_norm=0.5
     )
+    data = sentences()[:32]
+    return a_trainer(folder, model, data, privacy, eval_dataset=data[:8], **settings)
 
 
 def trained(folder, resume=None, **kwargs):
