@@ -342,10 +342,10 @@ FOUND = dict(tolerance=1e-6)  # rotary embeddings are in float32
 # By name: the model, what makes batches, how many programs serve them, and options.
 TRAINED = {
     "ghost": (Net, lambda: sizes((2,), (1,)), 1, dict(mode="ghost")),
-    "sizes": (  # programs of 2, 4, 6 and 10
+    "sizes": (  # programs of 2, 4 and 6
         Net,
-        lambda: sizes((4,), (6,), (1,), (9,), (10,), (2,), (4,)),
-        4,
+        lambda: sizes((4,), (6,), (1,), (5,), (2,), (4,)),
+        3,
         {},
     ),
     "lengths": (Net, lambda: sizes((2, 5), (1, 7), (4, 4)), None, {}),
