@@ -11,14 +11,15 @@ from opacus_ext.supported import CHOICES, GAPS, every_run, find_gap
 
 INTRO = """# What is supported with what
 
-A run is made private by `make_private` (in a loop of your own, or one of Accelerate), by
-`PrivateTrainer` or by Lightning's `PrivacyCallback`. What is not supported is refused before
-anything is changed; the error has the sentence and the advice of this page. The page is made from
-`opacus_ext/supported.py`, as the errors are: `python docs/supported.py`.
+A run is made private by `make_private` (in a loop of your own, or one of Accelerate),
+by `PrivateTrainer` or by Lightning's `PrivacyCallback`. What is not supported is
+refused before anything is changed; the error has the sentence and the advice of this
+page. The page is made from `opacus_ext/supported.py`, as the errors are:
+`python docs/supported.py`.
 
 Single layers and lines of a model that can't be trained exactly are another matter:
-[how a model is read](reading.md). `clipped_grads` has neither modes nor noise. It takes models of
-one process and those sharded by `fully_shard`.
+[how a model is read](reading.md). `clipped_grads` has neither modes nor noise. It takes
+models of one process and those sharded by `fully_shard`.
 """
 SHORT = {"DistributedDataParallel": "DDP"}
 
@@ -27,8 +28,8 @@ def rows() -> Iterator[str]:
     """Yields the lines of the page."""
     yield INTRO
     yield "## Modes and models\n"
-    yield 'With independent noise and clipping that is not "adaptive". A number leads to'
-    yield "the list below.\n"
+    yield 'With independent noise, and clipping that is not "adaptive". A number leads'
+    yield "to the list below.\n"
     modes = CHOICES["mode"]
     yield f"| front end | model | {' | '.join(modes)} |"
     yield f"| --- | --- |{' --- |' * len(modes)}"

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 from opacus import PrivacyEngine
+from opacus.utils.batch_memory_manager import BatchMemoryManager
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
@@ -162,6 +163,14 @@ class Private:
         self.optimizer.zero_grad()
         self.backward(batch, loss_fn)
         self.optimizer.step()
+
+    def parts(self, size):
+        """The loader of physical batches, in a ``with`` statement."""
+        return BatchMemoryManager(
+            data_loader=self.loader,
+            max_physical_batch_size=size,
+            optimizer=self.optimizer,
+        )
 
 
 def make_private(

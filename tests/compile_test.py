@@ -15,7 +15,6 @@ import weakref
 
 import pytest
 import torch
-from opacus.utils.batch_memory_manager import BatchMemoryManager
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -33,7 +32,7 @@ from opacus_ext.losses import model_losses
 from opacus_ext.models.dpformer import DPFormer
 from opacus_ext.monitor import Monitor
 from opacus_ext.re_attention import track_errors
-from tests import common
+from tests import common, tiny
 from tests.common import (
     MODES,
     assert_same,
@@ -205,23 +204,41 @@ def programs_of(model):
     return 0 if compiled is None else compiled.programs
 
 
-def train(model, batches, loss_fn=square_loss, mode="ghost_bk", how=None, **kwargs):
-    """Compares compiled steps with the oracle; returns warnings on compilation."""
-    c = kwargs.pop("max_grad_norm", 0.3)
-    clipping = kwargs.get("clipping", "flat")
+def train(
+    model,
+    batches,
+    loss_fn=square_loss,
+    mode="ghost_bk",
+    how=None,
+    max_grad_norm=0.3,
+    clipping="flat",
+    tolerance=1e-8,
+    batched=None,
+    change=lambda model, step: None,
+    **backward,
+):
+    """
+    Compares compiled steps with the oracle; returns warnings on compilation.
+
+    Args:
+        batched: which tensors of a batch have samples
+        change: what is done to a model, and its plain copy, before a step
+    """
+    plain, c = copy.deepcopy(model), max_grad_norm
     if clipping == "per_layer":
         c = [c] * len(trainable(model))
-    plain = copy.deepcopy(model)
-    private = compiled(model, mode, how, max_grad_norm=c, lr=0.1, **kwargs)
+    private = compiled(model, mode, how, max_grad_norm=c, clipping=clipping, lr=0.1)
     told = []
-    for batch in batches:
+    for step, batch in enumerate(batches):
+        for each in (model, plain):
+            change(each, step)
         plain.load_state_dict(model.state_dict())
-        expected = clipped_sum(oracle(plain, batch, loss_fn), clipping, c)
+        expected = clipped_sum(oracle(plain, batch, loss_fn, batched), clipping, c)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            got = grads_of(private, model, batch, loss_fn)
+            got = grads_of(private, model, batch, loss_fn, **backward)
         told += [str(w.message) for w in caught if "not compiled" in str(w.message)]
-        assert_same(got, expected, 1e-8, mode)
+        assert_same(got, expected, tolerance, mode)
         private.optimizer.step()
     return told
 
@@ -269,54 +286,6 @@ MIXED = net(
     adapter=lambda: torch.linspace(-1, 1, 12).view(6, 2),
     unused=(2, 2),
 )
-# By name: the model, sizes of batches, how many programs serve them, and options.
-TRAINED = {
-    "ghost": (Net, [(2,), (1,)], 1, dict(mode="ghost")),
-    "sizes": (Net, [(4,), (6,), (1,), (9,), (10,), (2,), (4,)], 4, {}),  # 2, 4, 6, 10
-    "lengths": (Net, [(2, 5), (1, 7), (4, 4)], None, {}),
-    "biases": (
-        net(
-            biases,
-            one=(4, 4),
-            shift=lambda: torch.linspace(-1, 1, 4),
-            weight=lambda: torch.linspace(-1, 1, 12).view(3, 4),
-            single=lambda: torch.ones(1),
-        ),
-        [(2,), (4,)],
-        2,
-        {},
-    ),
-    "layer norms": (
-        net(
-            layer_norms,
-            one=(4, 4),
-            pairs=lambda: nn.LayerNorm((2, 2), bias=False),
-            shift=lambda: torch.linspace(-1, 1, 4),
-            norm=lambda: nn.LayerNorm(4),
-        ),
-        [(4,), (1,)],
-        None,
-        {},
-    ),
-    "heads": (net(heads, first=(4, 8), norm=lambda: nn.LayerNorm(8)), [(4,)], 1, {}),
-    "kinds of parameters": (MIXED, [(4,), (2,), (1,)], None, {}),
-    "windows": (of_two(windows), [(2, 6), (2, 6)], None, {}),
-    **{
-        name: (Net, [(2,), (1,)], None, dict(clipping=name))
-        for name in ("normalized", "per_layer")
-    },
-}
-
-
-@pytest.mark.parametrize("name", TRAINED)
-def test_trained(name):
-    """Poisson draws another batch size at each step: few programs serve them all."""
-    build, sizes, programs, given = TRAINED[name]
-    how = dict(fullgraph=programs is not None, **AOT)
-    model = model_of(build)
-    told = train(model, [batch_of(*size) for size in sizes], how=how, **given)
-    assert not told or name == "windows"
-    assert programs_of(model) == programs or programs is None
 
 
 def normed(m, x):
@@ -331,41 +300,146 @@ def frozen_norms():
     return net(normed, one=(4, 4), norms=lambda: norms)()
 
 
+def llama():
+    model = tiny.build("causal-lm", "llama", "LlamaForCausalLM", use_cache=False)
+    model.set_attn_implementation("sdpa")
+    return model
+
+
+def adapters():
+    """Most parameters are frozen."""
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj"])
+    return peft.get_peft_model(llama(), config)
+
+
+def words(size):
+    return torch.randint(1, tiny.V, (size, 6))
+
+
+def labeled(size):
+    """One sample has no label."""
+    ids = words(size)
+    labels = ids.masked_fill(torch.rand(size, 6) < 0.3, -100)
+    labels[0] = -100
+    return {"input_ids": ids, "labels": labels}
+
+
+def logits_loss(model, ids):
+    return model(input_ids=ids).logits.square().mean((1, 2))
+
+
+def shifted(size):
+    """With a tensor that all samples share, another one in each step."""
+    return batch_of(size)[:, 0], torch.randn(1, 4).double()
+
+
+def sizes(*given):
+    return [batch_of(*size) for size in given]
+
+
+FOUND = dict(tolerance=1e-6)  # rotary embeddings are in float32
+# By name: the model, what makes batches, how many programs serve them, and options.
+TRAINED = {
+    "ghost": (Net, lambda: sizes((2,), (1,)), 1, dict(mode="ghost")),
+    "sizes": (  # programs of 2, 4 and 6
+        Net,
+        lambda: sizes((4,), (6,), (1,), (5,), (2,), (4,)),
+        3,
+        {},
+    ),
+    "lengths": (Net, lambda: sizes((2, 5), (1, 7), (4, 4)), None, {}),
+    "biases": (
+        net(
+            biases,
+            one=(4, 4),
+            shift=lambda: torch.linspace(-1, 1, 4),
+            weight=lambda: torch.linspace(-1, 1, 12).view(3, 4),
+            single=lambda: torch.ones(1),
+        ),
+        lambda: sizes((2,), (4,)),
+        2,
+        {},
+    ),
+    "layer norms": (
+        net(
+            layer_norms,
+            one=(4, 4),
+            pairs=lambda: nn.LayerNorm((2, 2), bias=False),
+            shift=lambda: torch.linspace(-1, 1, 4),
+            norm=lambda: nn.LayerNorm(4),
+        ),
+        lambda: sizes((4,), (1,)),
+        None,
+        {},
+    ),
+    "heads": (
+        net(heads, first=(4, 8), norm=lambda: nn.LayerNorm(8)),
+        lambda: sizes((4,)),
+        1,
+        {},
+    ),
+    "frozen norms": (frozen_norms, lambda: sizes((4,)), 1, {}),
+    "kinds of parameters": (MIXED, lambda: sizes((4,), (2,), (1,)), None, {}),
+    "windows": (of_two(windows), lambda: sizes((2, 6), (2, 6)), None, {}),
+    "normalized": (
+        Net,
+        lambda: sizes((2,), (1,)),
+        None,
+        dict(clipping="normalized", scale=64.0),  # of the backward pass alone
+    ),
+    "per_layer": (
+        Net,
+        lambda: sizes((2,), (1,)),
+        None,
+        dict(clipping="per_layer"),
+    ),
+    "shared input": (
+        net(lambda m, x, shift: m.one(x + shift), one=(4, 3)),
+        lambda: [shifted(4) for _ in range(4)],
+        1,
+        dict(batched=(0,)),
+    ),
+    "losses of the model": (
+        llama,
+        lambda: [labeled(size) for size in (2, 1, 2)],
+        None,
+        dict(loss_fn=model_losses, max_grad_norm=0.1, **FOUND),
+    ),
+    "adapters": (
+        adapters,
+        lambda: [words(3)],
+        1,
+        dict(loss_fn=logits_loss, max_grad_norm=0.1, **FOUND),
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(n, marks=[pytest.mark.thorough] * (n == "adapters"))
+        for n in TRAINED
+    ],
+)
+def test_trained(name):
+    """Poisson draws another batch size at each step: few programs serve them all."""
+    build, batches, programs, given = TRAINED[name]
+    how = dict(fullgraph=programs is not None, **AOT)
+    model = model_of(build)
+    told = train(model, batches(), how=how, **given)
+    assert not told or name == "windows"
+    assert programs_of(model) == programs or programs is None
+
+
 def test_frozen_norms():
     """Beside vmap as the model has them, rounded once in half precision."""
-    model = model_of(frozen_norms)
-    train(model, [batch_of(4)])
-    assert programs_of(model) == 1
     plain = model_of(frozen_norms).bfloat16()
     model = copy.deepcopy(plain)
     x = batch_of(3).bfloat16()
     out = compiled(model).module(x)
     assert programs_of(model) == 1
     torch.testing.assert_close(out, plain(x), rtol=0, atol=0.02)
-
-
-def test_an_input_that_all_samples_share():
-    """It is another tensor in each step, and an argument of the same program."""
-
-    class Shifted(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.one = nn.Linear(4, 3)
-
-        def forward(self, x, shift):
-            return self.one(x + shift)
-
-    model, x = model_of(Shifted), batch_of()[:, 0]
-    private = compiled(model, max_grad_norm=0.3)
-    for _ in range(4):
-        shift = torch.randn(1, 4).double()
-
-        def loss_fn(m, x):
-            return m(x, shift).square().sum(1)
-
-        expected = clipped_sum(oracle(model_of(Shifted), x, loss_fn), "flat", 0.3)
-        assert_same(grads_of(private, model, x, loss_fn), expected, 1e-8)
-    assert programs_of(model) == 1
 
 
 class Mixture(nn.Module):
@@ -487,15 +561,12 @@ def test_state_in_python():
         out = m(x)
         return out["out"].pow(2).sum(-1) + out["norm"].sum(-1)
 
-    plain = copy.deepcopy(model)
-    private = compiled(model, max_grad_norm=0.3)
-    for step in range(4):
-        model.first = plain.first = step % 2 == 0
-        batch, before = batch_of(4), int(model.steps)
-        expected = clipped_sum(oracle(plain, batch, loss_fn), "flat", 0.3)
-        assert_same(grads_of(private, model, batch, loss_fn), expected, 1e-8)
-        assert int(model.steps) == before + 1
-    assert programs_of(model) == 2
+    def change(m, step):
+        m.first = step % 2 == 0
+        assert m is not model or int(m.steps) == step
+
+    train(model, [batch_of(4)] * 4, loss_fn, change=change)
+    assert int(model.steps) == 4 and programs_of(model) == 2
 
 
 def branches(m, x):
@@ -603,16 +674,6 @@ def test_autocast_of_linear_layers_that_vmap_takes_apart(compiles):
     assert [y.dtype for y in found] == [torch.bfloat16] * 2
 
 
-def test_scale_of_the_loss():
-    """It applies to the backward pass alone: norms and sums are unscaled."""
-    model = model_of(Net)
-    grads = oracle(model, batch_of(), square_loss)
-    c = half_clipped(grads)
-    private = compiled(model, max_grad_norm=c)
-    got = grads_of(private, model, batch_of(), scale=64.0)
-    assert_same(got, clipped_sum(grads, "flat", c), 1e-8)
-
-
 def test_samples_that_are_not_finite(recwarn):
     model = model_of(Net)
     private, batch = compiled(model, max_grad_norm=0.3), batch_of(5)
@@ -640,44 +701,33 @@ def test_what_fills_up_a_program_is_looked_at():
     assert total.tolist() == [1, 1]
 
 
-def test_outputs_that_are_none():
-    def named(m, x):
-        return {"y": m.layer(x) * x, "none": None, "length": x.shape[1]}
-
-    def loss_fn(model, batch):
-        return model(batch)["y"].flatten(1).square().sum(1)
-
-    private = make_private(
-        net(named, layer=(3, 3))().double(), "ghost_bk", batch_size=4
-    )
-    private.module.compile(backend="eager")
-    for size in (3, 0, 1, 2):
-        private.step(torch.randn(size, 4, 3).double(), loss_fn)
-
-
 class Cache:
     def __init__(self, rows):
         self.rows = rows
 
 
-def test_an_output_that_is_an_object():
-    """It may hold samples, and refuses any use, as where samples run eagerly."""
+def test_outputs_of_other_kinds():
+    """An object may hold samples, and refuses any use, as where samples run eagerly."""
 
-    def cached(m, x):
+    def named(m, x):
         rows = m.layer(x) * x
-        return {"y": rows, "cache": Cache(rows)}
+        given = {"none": None, "length": x.shape[1], "cache": Cache(rows)}
+        return {"y": rows, **given}
 
     def loss_fn(model, batch):
         return model(batch)["y"].flatten(1).square().sum(1)
 
-    model = net(cached, layer=(3, 3))().double()
+    model = net(named, layer=(3, 3))().double()
     private = make_private(model, "ghost_bk", batch_size=4)
     private.module.compile(backend="eager", fullgraph=True)
-    batch = torch.randn(4, 4, 3).double()
-    private.step(batch, loss_fn)
-    assert programs_of(model) == 1
+    for size in (4, 3, 0, 1, 2):
+        batch = torch.randn(size, 4, 3).double()
+        private.step(batch, loss_fn)
+    assert programs_of(model)
+    out = private.module(batch)
+    assert out["none"] is None and out["length"] == 4
     with pytest.raises(TypeError, match="output is a Cache, which may hold values"):
-        private.module(batch)["cache"].rows
+        out["cache"].rows
 
 
 def test_refused():
@@ -732,56 +782,6 @@ def test_parameter_that_the_optimizer_lets_go():
     got = grads_of(private, model, batch_of(3))
     del got["scale"]
     assert_same(got, expected, 1e-8)
-
-
-def test_model_losses():
-    """A loss of the model's own, where one sample has no label."""
-    transformers = pytest.importorskip("transformers")
-    config = transformers.LlamaConfig(
-        **dict(vocab_size=23, hidden_size=16, intermediate_size=24, use_cache=False),
-        **dict(num_hidden_layers=1, num_attention_heads=2),
-    )
-    torch.manual_seed(1)
-    plain = transformers.LlamaForCausalLM(config).double().train()
-    model = copy.deepcopy(plain)
-    private = compiled(model, max_grad_norm=0.1)
-
-    def loss_fn(m, batch):
-        ids, labels = batch
-        found = {"input_ids": ids, "labels": labels}
-        return model_losses(m, found)
-
-    for size in (2, 1, 2):
-        ids = torch.randint(1, 23, (size, 6))
-        labels = ids.masked_fill(torch.rand(size, 6) < 0.3, -100)
-        labels[0] = -100
-        expected = clipped_sum(oracle(plain, (ids, labels), loss_fn), "flat", 0.1)
-        got = grads_of(private, model, (ids, labels), loss_fn)
-        assert_same(got, expected, 1e-6)  # it rotates in float32
-
-
-@pytest.mark.thorough
-def test_adapters():
-    """Llama with LoRA, of which most parameters are frozen."""
-    transformers, peft = map(pytest.importorskip, ("transformers", "peft"))
-    config = transformers.LlamaConfig(
-        **dict(vocab_size=23, hidden_size=16, intermediate_size=24, use_cache=False),
-        **dict(num_hidden_layers=2, num_attention_heads=2),
-    )
-    adapters = peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj"])
-    torch.manual_seed(1)
-    model = transformers.LlamaForCausalLM(config).double()
-    model = peft.get_peft_model(model, adapters)
-    plain = copy.deepcopy(model)
-    private = compiled(model, max_grad_norm=0.1)
-
-    def loss_fn(m, ids):
-        return m(input_ids=ids).logits.square().mean((1, 2))
-
-    ids = torch.randint(1, 23, (3, 6))
-    expected = clipped_sum(oracle(plain, ids, loss_fn), "flat", 0.1)
-    assert_same(grads_of(private, model, ids, loss_fn), expected, 1e-6)
-    assert private.optimizer.ran == "Last step: compiled"
 
 
 @pytest.mark.thorough
@@ -861,11 +861,7 @@ def physical_batches(device, **how):
     given = dict(batch_size=8, max_grad_norm=c, dataset=data, lr=0.0)
     private = make_private(model, "ghost_bk", **given)
     private.module = torch.compile(private.module, **how)
-    with BatchMemoryManager(
-        data_loader=private.loader,
-        max_physical_batch_size=3,
-        optimizer=private.optimizer,
-    ) as loader:
+    with private.parts(3) as loader:
         for (batch,) in loader:
             private.step(batch, square_loss)
     got = {n: 8 * p.grad for n, p in trainable(model).items()}

@@ -1,21 +1,18 @@
 """Several processes against one.
 
-Starting a process takes seconds, so two groups of processes run all cases, one after
-the other, and save what they have found. The oracle is the same training in a single
-process, from the gradients of each sample alone by plain autograd.
+The oracle is the same training in a single process (processes.py).
 """
 
 import copy
+import functools
 import os
 import time
-from dataclasses import dataclass
 from typing import Any, Callable, Dict, List, Optional
 
 import pytest
 import torch
 import torch.distributed as dist
 from opacus.distributed import DifferentiallyPrivateDistributedDataParallel as DPDDP
-from opacus.utils.batch_memory_manager import BatchMemoryManager
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.checkpoint import checkpoint
@@ -32,19 +29,24 @@ from opacus_ext.layers import (
     freeze_routers,
 )
 from opacus_ext.optimizers import Banded
-from tests.common import (
-    clipped_sum,
-    make_private,
-    next_token_loss,
-    norms_of,
-    oracle,
-    square_loss,
-    trainable,
-)
+from tests import processes
+from tests.common import clipped_sum, make_private, norms_of, square_loss, trainable
 from tests.neighbors.cases import setting
 from tests.neighbors.loops import physical
 from tests.neighbors.search import SLACK, Run, neighbors, norm_of_change
-from tests.processes import LATE, Group, Jobs, device, refusal, run
+from tests.processes import (
+    LATE,
+    TOKENS,
+    assert_close,
+    assert_noise,
+    assert_refused,
+    noise,
+    of_transformers,
+    refusal,
+    refusals,
+    share,
+    whole,
+)
 
 MODES = ("ghost", "ghost_bk")  # of experts that are spread
 PLAIN = ("hooks", "ghost", "ghost_bk", "scan")  # of data parallelism alone
@@ -178,32 +180,14 @@ def last_first():
     return Net(layer, RowLayer(), layer)
 
 
-def switch():
-    import transformers
-
-    config = transformers.SwitchTransformersConfig(
-        **dict(vocab_size=31, d_model=8, d_kv=4, d_ff=12, num_heads=2, num_experts=4),
-        **dict(num_layers=2, num_decoder_layers=2, num_sparse_encoder_layers=1),
-        **dict(num_sparse_decoder_layers=1, expert_capacity=3, dropout_rate=0.0),
-        **dict(router_jitter_noise=0.0),
-    )
-    model = transformers.SwitchTransformersForConditionalGeneration(config).train()
+def eager(name):
+    """A model of transformers whose experts and routers compute in float64."""
+    model = of_transformers(name)
     for module in model.modules():
         if hasattr(module, "router"):
             module.router.dtype = torch.float64
-    return model
-
-
-def mixtral():
-    import transformers
-
-    config = transformers.MixtralConfig(
-        **dict(vocab_size=31, hidden_size=8, intermediate_size=12, head_dim=4),
-        **dict(num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1),
-        **dict(num_local_experts=4, num_experts_per_tok=2),
-    )
-    model = transformers.MixtralForCausalLM(config).train()
-    model.set_experts_implementation("eager")  # its kernels have no float64
+    if name == "mixtral":
+        model.set_experts_implementation("eager")
     return model
 
 
@@ -228,87 +212,60 @@ MODELS: Dict[str, Callable[[], nn.Module]] = {
     "rows that mix": lambda: Net(RowLayer(mixes=True)),
     "time first": TimeFirst,
     **dict.fromkeys(WRAPPERS, lambda: Net(nn.Linear(4, 4), nn.LayerNorm(4))),
-    "switch": switch,
-    "mixtral": mixtral,
+    **{name: functools.partial(eager, name) for name in ("switch", "mixtral")},
 }
-
-
-def model_of(name):
-    torch.manual_seed(0)
-    return MODELS[name]().double().to(device())
-
-
-def batch_of(name, step, size):
-    generator = torch.Generator().manual_seed(step)
-    if name in ("switch", "mixtral"):
-        return torch.randint(31, (size, 6), generator=generator)
-    return torch.randn(size, 5, 3, dtype=torch.float64, generator=generator)
-
-
-def token_loss(model, ids):
-    given = {"input_ids": ids, "use_cache": False}
-    if any("decoder" in name for name, _ in model.named_parameters()):
-        given["decoder_input_ids"] = ids.flip(1)
-    return next_token_loss(model(**given).logits, ids)
 
 
 # -- cases -------------------------------------------------------------------------
 
+BOUND = 0.3
 ROOTS = Clipping("roots", lambda norms, bound: bound / (1e-3 + norms))
 
 
-@dataclass(frozen=True)
-class Case:
-    """Some steps of training, the samples of each process in each step."""
+class Case(processes.Case):
+    """Experts are spread, and data; models that all processes hold are wrapped."""
 
-    model: str
-    mode: str
-    sizes: List[List[int]]
-    wrap: bool = True
-    clipping: Any = "flat"
-    optimizer: str = "SGD"
-    max_grad_norm: float = 0.3
+    def build(self):
+        return MODELS[self.model]().double()
 
-    def bounds(self, model):
-        """For per-layer clipping one that differs from parameter to parameter."""
-        names = trainable(model)
+    def spread(self, model):
+        return WRAPPERS.get(self.model, expert_parallel)(model)
+
+    def batch(self, step, size):
+        generator = torch.Generator().manual_seed(step)
+        if self.model in processes.TRANSFORMERS:
+            return {"ids": torch.randint(TOKENS, (size, 6), generator=generator)}
+        return torch.randn(size, 5, 3, dtype=torch.float64, generator=generator)
+
+    def gathered(self, model, private):
+        return full_state_dict(private.module)
+
+    def sums(self, model, grads, processes):
+        """By layer, the share of each process is one."""
+        if self.clipping == ROOTS:
+            factors = BOUND / (1e-3 + norms_of(grads))
+            return {
+                n: torch.einsum("b,b...->...", factors, g) for n, g in grads.items()
+            }
         if self.clipping != "per_layer":
-            return self.max_grad_norm
-        return [0.02 * (2 + len(name) % 5) for name in map(kind_of, names)]
+            return super().sums(model, grads, processes)
+        total = {}
+        for (name, g), bound in zip(grads.items(), self.bounds(model)):
+            stacked = ".experts." in name and "expert_" not in name
+            parts = g.chunk(processes, dim=1) if stacked else [g]
+            sums = [clipped_sum({name: x}, "flat", bound)[name] for x in parts]
+            total[name] = torch.cat(sums) if stacked else sums[0]
+        return total
 
-    @property
-    def loss(self):
-        return token_loss if self.model in ("switch", "mixtral") else square_loss
-
-    def plain_optimizer(self, model):
-        make = getattr(torch.optim, self.optimizer)
-        lr = 1.0 if self.optimizer == "SGD" else 0.01
-        return make(trainable(model).values(), lr=lr)
-
-    def private(self, model, size, **kwargs):
-        kwargs = {"max_grad_norm": self.bounds(model), **kwargs}
-        return make_private(
-            model,
-            self.mode,
-            self.wrap,
-            batch_size=size,
-            clipping=self.clipping,
-            optimizer=self.plain_optimizer(model),
-            **kwargs,
-        )
-
-    def __str__(self):
-        name = getattr(self.clipping, "name", self.clipping)
-        wrap = "wrap" if self.wrap else "nowrap"
-        sizes = "-".join("".join(map(str, s)) for s in self.sizes)
-        parts = (self.model, self.mode, wrap, name, self.optimizer)
-        return ",".join((*parts, sizes))
+    def check(self, group):
+        super().check(group)
+        for result in group.of(str(self)):
+            assert bool(result["spread"]) == (self.model not in WRAPPERS)
+            self.start().load_state_dict(result["state"], strict=True)
 
 
-def kind_of(name):
-    """The name of a parameter without the number of its expert, and wrappers."""
-    name = name.replace("module.", "").replace("_module.", "")
-    return ".".join("i" if "expert_" in part else part for part in name.split("."))
+def model_of(name):
+    return Case(name).start()
 
 
 UNEVEN = [[3, 3], [4, 1], [0, 5]]  # one step each
@@ -316,7 +273,7 @@ BOTH = [[2, 3], [4, 0]]
 # "ghost" and "ghost_bk" have sums of their own; what is not in a sum runs in one.
 TWO = [
     Case("mixture", "ghost", UNEVEN),
-    Case("mixture", "ghost_bk", UNEVEN, wrap=False),
+    Case("mixture", wrap=False),
     Case("rows", "ghost", UNEVEN, wrap=False),
     Case("rows", "ghost_bk", UNEVEN, optimizer="Adam"),
     Case("last first", "ghost", [[2, 3], [1, 1]]),
@@ -351,91 +308,30 @@ FOUR = [
 ]
 
 
-def train(case: Case) -> Dict[str, Any]:
-    """A case in this process, one of several."""
-    model = model_of(case.model)
-    model = WRAPPERS.get(case.model, expert_parallel)(model)
-    private = case.private(model, sum(case.sizes[0]))
-    for step, sizes in enumerate(case.sizes):
-        batch = batch_of(case.model, step, sum(sizes)).split(sizes)[dist.get_rank()]
-        private.step(batch.to(device()), case.loss)
-    named = model.named_parameters(remove_duplicate=False)
-    spread = [name for name, p in named if hasattr(p, "sharding")]
-    return {
-        "state": {n: p.cpu() for n, p in full_state_dict(private.module).items()},
-        "own": {n: p.cpu() for n, p in model.state_dict().items() if n not in spread},
-        "spread": spread,
-        "history": private.engine.accountant.history,
-    }
-
-
-def alone(case: Case, size: int) -> Dict[str, torch.Tensor]:
-    """The same training from the gradients of single samples, by plain autograd."""
-    model = model_of(case.model)
-    names, optimizer = trainable(model), case.plain_optimizer(model)
-    for step, sizes in enumerate(case.sizes):
-        batch = batch_of(case.model, step, sum(sizes))
-        grads = oracle(model, batch, case.loss)
-        for name, total in clipped(case, model, grads, size).items():
-            names[name].grad = total / max(1, sum(case.sizes[0]))
-        optimizer.step()
-    return model.state_dict()
-
-
-def clipped(
-    case: Case, model: nn.Module, grads: Dict[str, torch.Tensor], size: int
-) -> Dict[str, torch.Tensor]:
-    """The clipped sums. By layer, the share of each process is one."""
-    if case.clipping == ROOTS:
-        factors = case.max_grad_norm / (1e-3 + norms_of(grads))
-        return {n: torch.einsum("b,b...->...", factors, g) for n, g in grads.items()}
-    bounds, total = case.bounds(model), {}
-    if case.clipping != "per_layer":
-        return clipped_sum(grads, case.clipping, bounds)
-    for (name, g), bound in zip(grads.items(), bounds):
-        stacked = ".experts." in name and "expert_" not in name
-        parts = [{name: x} for x in (g.chunk(size, dim=1) if stacked else [g])]
-        sums = [clipped_sum(x, "per_layer", [bound])[name] for x in parts]
-        total[name] = torch.cat(sums) if stacked else sums[0]
-    return total
-
-
 # -- what is not a comparison of weights ---------------------------------------------
 
 
-def own_batch(step: int, sizes: List[int], name: str = "mixture") -> torch.Tensor:
-    return batch_of(name, step, sum(sizes)).split(sizes)[dist.get_rank()]
+def own_batch(sizes: List[int], step: int = 0) -> torch.Tensor:
+    return share(Case("mixture").batch(step, sum(sizes)), sizes)
+
+
+def spread(model: Optional[nn.Module] = None) -> nn.Module:
+    return expert_parallel(model_of("mixture") if model is None else model.double())
 
 
 def unchanged(model: nn.Module, before: Dict[str, torch.Tensor]) -> bool:
-    return all(torch.equal(p, before[n]) for n, p in model.state_dict().items())
+    return all(torch.equal(p, before[n]) for n, p in whole(model).items())
 
 
-def weights(model: nn.Module) -> Dict[str, torch.Tensor]:
-    return {n: p.clone() for n, p in model.state_dict().items()}
-
-
-def noise(mode: str, clipping: str = "flat") -> Dict[str, Any]:
-    """The noise of one step, with equal seeds, on parameters of many entries."""
+def noise_of(mode: str, clipping: str = "flat") -> Dict[str, Any]:
+    """On parameters of many entries, of which some are spread."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(40, 40), TopKFeedForward(40, 40, 4)).double()
-    model = expert_parallel(model)
-    count = len(trainable(model))
-    bound = 0.5 if clipping != "per_layer" else [0.5] * count
-    torch.manual_seed(7)  # the same everywhere
-    private = make_private(
-        model,
-        mode,
-        batch_size=8,
-        max_grad_norm=bound,
-        clipping=clipping,
-        noise_multiplier=3.0,
-    )
-    before = weights(model)
-    batch = torch.zeros(4, 2, 40, dtype=torch.float64)
-    private.step(batch, lambda model, x: 0 * square_loss(model, x))
+    model = spread(nn.Sequential(nn.Linear(40, 40), TopKFeedForward(40, 40, 4)))
+    bound = 0.5 if clipping == "flat" else [0.5] * len(trainable(model))
+    given = dict(mode=mode, max_grad_norm=bound, clipping=clipping)
+    added, private = noise(model, 4, 2, 40, **given)
     return {
-        "added": {n: (before[n] - p) * 8 for n, p in model.state_dict().items()},
+        "added": added,
         "spread": [n for n, p in model.named_parameters() if hasattr(p, "sharding")],
         "sensitivity": private.optimizer.sensitivity,
         "history": private.engine.accountant.history,
@@ -489,15 +385,15 @@ def correlated() -> Dict[str, Any]:
     return {
         "other": refusal(next, iter(other)),
         "batches": batches,
-        "states": [weights(model), weights(resumed)],
+        "states": [whole(model), whole(resumed)],
         "history": private.engine.accountant.history,
     }
 
 
 def evaluation() -> torch.Tensor:
     """Before training, after some, and after the hooks are gone."""
-    model = expert_parallel(model_of("mixture")).eval()
-    x = own_batch(0, [3] * dist.get_world_size())
+    model = spread().eval()
+    x = own_batch([3] * dist.get_world_size())
     with torch.no_grad():
         before = model(x)
     model.train()
@@ -516,116 +412,126 @@ def evaluation() -> torch.Tensor:
 
 def copied() -> Dict[str, torch.Tensor]:
     """Copies of a model know that its experts are spread."""
-    case = Case("mixture", "ghost_bk", [[3, 2]])
-    model = copy.deepcopy(expert_parallel(model_of("mixture")))
-    private = case.private(model, 5)
+    model = copy.deepcopy(spread())
+    private = Case("mixture").private(model, 5)
     assert any(private.optimizer._is_sharded(p) for p in private.optimizer.params)
-    private.step(own_batch(0, [3, 2]), square_loss)
+    private.step(own_batch([3, 2]), square_loss)
     return full_state_dict(private.module)
 
 
-def refusals() -> Dict[str, str]:
-    """Nothing may have changed, and all processes must refuse."""
-    found, rank = {}, dist.get_rank()
+# -- what is refused ---------------------------------------------------------------
+
+
+def uneven() -> None:
     model = Net(TopKFeedForward(4, 4, 3))
-    before, names = weights(model), list(model.state_dict())
-    found["uneven"] = refusal(expert_parallel, model)
-    assert unchanged(model, before) and names == list(model.state_dict())
-    assert not any(hasattr(part, "sharding") for part in model.modules())
-    found["none"] = refusal(expert_parallel, Net(nn.Linear(4, 4)))
+    before, names = whole(model), list(model.state_dict())
+    try:
+        expert_parallel(model)
+    finally:
+        assert unchanged(model, before) and names == list(model.state_dict())
+        assert not any(hasattr(part, "sharding") for part in model.modules())
+
+
+def shared_with_another_layer() -> None:
     model = mixture()
     model.layers[0].experts.down_proj = model.layers[2].experts.down_proj
-    found["shared"] = refusal(expert_parallel, model)
+    expert_parallel(model)
+
+
+def used_again(act: Callable[..., Any], **given: Any) -> None:
+    """The model that is spread already, and not what expert_parallel returned."""
     model = mixture()
-    whole = expert_parallel(model)
-    found["twice"] = refusal(expert_parallel, model)
-    found["not wrapped"] = refusal(make_private, model, "ghost_bk", batch_size=2)
-    found["adaptive"] = refusal(
-        make_private,
-        whole,
-        "hooks",
-        batch_size=2,
-        clipping="adaptive",
-        target_unclipped_quantile=0.5,
-    )
-    for mode in ("hooks", "functorch", "scan", "auto"):
-        found[mode] = refusal(make_private, whole, mode, batch_size=2)
+    expert_parallel(model)
+    act(model, **given)
+
+
+def private(mode: str = "ghost_bk", **given: Any) -> None:
+    make_private(spread(), mode, **{"batch_size": 2, **given})
+
+
+def checked() -> None:
     batch = torch.randn(2, 5, 3), torch.randn(2, 5, 2)
-    found["check"] = refusal(
-        check_per_sample_gradients, whole, batch, nn.MSELoss(), verbose=False
-    )
-    bound = 1.0 + rank
-    found["bounds"] = refusal(
-        make_private, whole, "ghost_bk", batch_size=2, max_grad_norm=bound
-    )
+    check_per_sample_gradients(spread(), batch, nn.MSELoss(), verbose=False)
+
+
+def of_a_part() -> None:
     groups = [dist.new_group([0]), dist.new_group([1])]
-    part = expert_parallel(mixture(), groups[rank])
-    found["group"] = refusal(make_private, part, "ghost_bk", batch_size=2)
-    for mode in MODES:
-        for name, step in REFUSED_STEPS.items():
-            found[f"{name} {mode}"] = step(mode)
-    return found
+    model = expert_parallel(mixture(), groups[dist.get_rank()])
+    make_private(model, "ghost_bk", batch_size=2)
 
 
-def refused_step(model, mode, sizes, wrap=True, batch=None, **kwargs) -> str:
-    model = expert_parallel(model.double())
-    private = make_private(model, mode, wrap, batch_size=sum(sizes), **kwargs)
-    before = weights(model)
-    batch = own_batch(0, sizes) if batch is None else batch
-    found = refusal(private.step, batch, square_loss)
-    assert unchanged(model, before) and not private.engine.accountant.history
-    return found
-
-
-def accumulated(mode) -> str:
-    model = expert_parallel(model_of("mixture"))
-    private = make_private(model, mode, batch_size=4)
-    batch = own_batch(0, [2, 2])
-    private.backward(batch, square_loss)
-    return refusal(private.backward, batch, square_loss)
-
-
-def unequal_batches(mode) -> str:
-    """One process has a physical batch more than the other."""
-    model = expert_parallel(model_of("mixture"))
-    private = make_private(model, mode, batch_size=4)
-    before = weights(model)
-    private.optimizer.signal_skip_step(do_skip=dist.get_rank() == 0)
-    found = refusal(private.step, own_batch(0, [2, 2]), square_loss)
-    assert unchanged(model, before) and not private.engine.accountant.history
-    return found
-
-
-REFUSED_STEPS: Dict[str, Callable[[str], str]] = {
-    "checkpoint": lambda mode: refused_step(recomputed(), mode, [3, 0]),
-    "branches": lambda mode: refused_step(
-        Branching(TopKFeedForward(4, 6, 4)), mode, [3, 1]
+QUANTILE = {"clipping": "adaptive", "target_unclipped_quantile": 0.5}
+REFUSED = {
+    "uneven": (uneven, "has 3 experts"),
+    "none": (
+        lambda: expert_parallel(Net(nn.Linear(4, 4))),
+        "has no experts that can be spread",
     ),
-    "elsewhere": lambda mode: refused_step(
-        Branching(TopKFeedForward(4, 6, 4)),
-        mode,
-        [2, 2],
-        batch=torch.full((2, 5, 3), dist.get_rank() - 0.5).double(),
+    "shared": (shared_with_another_layer, "shared with another layer"),
+    "twice": (lambda: used_again(expert_parallel), "already"),
+    "not wrapped": (
+        lambda: used_again(make_private, mode="ghost_bk", batch_size=2),
+        "expert_parallel has returned",
     ),
-    "accumulated": accumulated,
-    "unequal": unequal_batches,
+    "adaptive": (lambda: private("hooks", **QUANTILE), "adaptive"),
+    **{
+        mode: (functools.partial(private, mode), f"'{mode}'")
+        for mode in ("hooks", "functorch", "scan", "auto")
+    },
+    "group": (of_a_part, "over 1 of 2 processes"),
+    "check": (checked, "before expert_parallel"),
+    "bounds": (
+        lambda: private(max_grad_norm=1.0 + dist.get_rank()),
+        "differ between processes",
+    ),
 }
+
+
+def branching() -> nn.Module:
+    return Branching(TopKFeedForward(4, 6, 4))
+
+
+def signs() -> torch.Tensor:
+    return torch.full((2, 5, 3), dist.get_rank() - 0.5).double()
+
+
+# By name: what one process says, the model, the samples, and what comes before a step.
+REFUSED_STEPS: Dict[str, Any] = {
+    "checkpoint": ("activation checkpointing", recomputed, lambda: own_batch([3, 0])),
+    "branches": ("take different branches", branching, lambda: own_batch([3, 1])),
+    "elsewhere": ("leave out a layer of experts", branching, signs),
+    "accumulated": ("second time", mixture, lambda: own_batch([2, 2])),
+    "unequal": ("max_physical_batch_size", mixture, lambda: own_batch([2, 2])),
+}
+
+
+def refused_step(name: str, mode: str) -> str:
+    """Nothing has changed, and no step is counted."""
+    _, build, batch = REFUSED_STEPS[name]
+    model = spread(build())
+    private = make_private(model, mode, batch_size=4)
+    before, x = whole(model), batch()
+    if name == "accumulated":
+        private.backward(x, square_loss)
+        return refusal(private.backward, x, square_loss)
+    if name == "unequal":  # one process has a physical batch more than the other
+        private.optimizer.signal_skip_step(do_skip=dist.get_rank() == 0)
+    found = refusal(private.step, x, square_loss)
+    assert unchanged(model, before) and not private.engine.accountant.history
+    return found
+
+
+# -- loops -------------------------------------------------------------------------
 
 
 def in_parts(mode: str) -> Dict[str, torch.Tensor]:
     """BatchMemoryManager, with as many physical batches in each process."""
-    case = Case("mixture", mode, [[4, 4]])
-    model = expert_parallel(model_of("mixture"))
-    data = TensorDataset(own_batch(0, [4, 4]))
+    data = TensorDataset(own_batch([4, 4]))
     own = DistributedSampler(data, num_replicas=1, rank=0)
-    private = case.private(model, 4, dataset=data, sampler=own)
+    private = Case("mixture", mode).private(spread(), 4, dataset=data, sampler=own)
     private.optimizer.expected_batch_size = 4  # in each process
     history = private.engine.accountant.history
-    with BatchMemoryManager(
-        data_loader=private.loader,
-        max_physical_batch_size=3,
-        optimizer=private.optimizer,
-    ) as loader:
+    with private.parts(3) as loader:
         for (x,) in loader:
             assert not history
             private.step(x, square_loss)
@@ -662,25 +568,17 @@ def one_record_moves() -> Dict[str, List]:
     return found
 
 
-def half() -> Dict[str, Any]:
-    """Rows in bfloat16, in autocast and of their own, of odd width."""
-    found = {}
-    for mode in MODES:
-        torch.manual_seed(0)
-        layer = TopKFeedForward(3, 5, 4, top_k=1)
-        model = expert_parallel(nn.Sequential(nn.Linear(3, 3), layer).bfloat16())
-        private = make_private(model, mode, batch_size=2)
-        x = torch.randn(1 + dist.get_rank(), 1, 3).bfloat16()
+def half(mode: str, autocast: bool) -> torch.Tensor:
+    """Rows in bfloat16, in autocast or of their own, of odd width."""
+    torch.manual_seed(0)
+    layer = TopKFeedForward(3, 5, 4, top_k=1)
+    model = nn.Sequential(nn.Linear(3, 3), layer)
+    dtype = torch.float32 if autocast else torch.bfloat16
+    private = make_private(expert_parallel(model.to(dtype)), mode, batch_size=2)
+    x = torch.randn(1 + dist.get_rank(), 1, 3).to(dtype)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         private.step(x, square_loss)
-        found[mode] = model.state_dict()["module.0.weight"]
-        torch.manual_seed(0)
-        layer = TopKFeedForward(3, 5, 4, top_k=1)
-        model = expert_parallel(nn.Sequential(nn.Linear(3, 3), layer))
-        private = make_private(model, mode, batch_size=2)
-        with torch.autocast("cpu", torch.bfloat16):
-            private.step(x.float(), square_loss)
-        found[f"{mode} autocast"] = model.state_dict()["module.0.weight"]
-    return found
+    return model[0].weight.detach()
 
 
 def late(rank_of_late: int = 1) -> Optional[str]:
@@ -694,13 +592,13 @@ def killed() -> Optional[str]:
 
 
 def lost(happens: Callable[[], None], rank: int) -> Dict[str, Any]:
-    model = expert_parallel(model_of("mixture"))
+    model = spread()
     private = make_private(model, "ghost_bk", batch_size=4, noise_multiplier=1.0)
     size = dist.get_world_size()
-    private.step(own_batch(0, [2] * size), square_loss)
-    before, start = weights(model), time.time()
+    private.step(own_batch([2] * size), square_loss)
+    before, start = whole(model), time.time()
     private.optimizer.zero_grad()
-    losses = square_loss(private.module, own_batch(1, [2] * size))
+    losses = square_loss(private.module, own_batch([2] * size, 1))
     if dist.get_rank() == rank:
         happens()
 
@@ -720,104 +618,68 @@ def lost(happens: Callable[[], None], rank: int) -> Dict[str, Any]:
     }
 
 
-OTHERS: Dict[int, Dict[str, Callable[[], Any]]] = {
-    2: {
-        **{f"noise {mode}": lambda mode=mode: noise(mode) for mode in MODES},
-        "noise per_layer": lambda: noise("ghost_bk", "per_layer"),
-        "evaluation": evaluation,
+def jobs(folder: str, size: int) -> processes.Jobs:
+    found: Dict[str, Any] = {str(case): case.train for case in CASES[size]}
+    found["evaluation"] = evaluation
+    if size == 4:
+        return found
+    for mode in MODES:
+        found[f"noise {mode}"] = functools.partial(noise_of, mode)
+        found[f"in parts {mode}"] = functools.partial(in_parts, mode)
+        for autocast in (False, True):
+            given = mode, autocast
+            found[f"half {mode} {autocast}"] = functools.partial(half, *given)
+        for name in REFUSED_STEPS:
+            call = functools.partial(refused_step, name, mode)
+            found[f"{name} {mode}"] = call
+    return {
+        **found,
+        "noise per_layer": lambda: noise_of("ghost_bk", "per_layer"),
         "copied": copied,
-        "refusals": refusals,
-        **{f"in parts {mode}": lambda mode=mode: in_parts(mode) for mode in MODES},
-        "half": half,
+        "refused": lambda: refusals(REFUSED),
         "correlated": correlated,
         "one record": one_record_moves,
-    },
-    4: {"evaluation": evaluation},
-}
+    }
+
+
 CASES = {2: TWO, 4: FOUR}
-LAST = {"late": late, "killed": killed}
-
-
-# -- groups of processes -----------------------------------------------------------
-
-
-def jobs(processes: int) -> Jobs:
-    cases = {str(case): lambda case=case: train(case) for case in CASES[processes]}
-    return {**cases, **OTHERS[processes]}
-
-
-@pytest.fixture(scope="module")
-def two(tmp_path_factory):
-    return run(2, str(tmp_path_factory.mktemp("two")), jobs, LAST)
-
-
-@pytest.fixture(scope="module")
-def four(tmp_path_factory):
-    return run(4, str(tmp_path_factory.mktemp("four")), jobs)
+group = processes.groups(jobs, {"late": late, "killed": killed})
 
 
 # -- tests -------------------------------------------------------------------------
 
 
-def assert_equals_one_process(case: Case, group: Group) -> None:
-    results = group.of(str(case))
-    before, expected = model_of(case.model).state_dict(), alone(case, group.size)
-    # Those of transformers compute norms and probabilities in float32.
-    atol = 1e-6 if case.loss is token_loss else 1e-10
-    moved = False
-    for result in results:
-        assert set(result["state"]) == set(expected)
-        for name, value in expected.items():
-            got = result["state"][name]
-            torch.testing.assert_close(got, value, rtol=0, atol=atol, msg=name)
-            moved |= not torch.equal(before[name], value)
-        assert sum(s for _, _, s in result["history"]) == len(case.sizes)
-        for name, value in results[0]["own"].items():
-            assert torch.equal(result["own"][name], value), f"{name} differs"
-    assert moved
-    assert bool(results[0]["spread"]) == (case.model not in WRAPPERS)
-    model_of(case.model).load_state_dict(results[-1]["state"], strict=True)
-
-
-@pytest.mark.parametrize("case", TWO, ids=str)
-def test_two_processes(case, two):
-    assert_equals_one_process(case, two)
-
-
-@pytest.mark.parametrize("case", FOUR, ids=str)
-def test_four_processes(case, four):
-    assert_equals_one_process(case, four)
+@pytest.mark.parametrize(
+    "size, case", [(n, case) for n in CASES for case in CASES[n]], ids=str
+)
+def test_processes_train_as_one(size, case, group):
+    case.check(group(size))
 
 
 @pytest.mark.parametrize("mode", [*MODES, "per_layer"])
-def test_noise_once(mode, two):
+def test_noise_once(mode, group):
     """Std sigma C, replicas alike, shares with noise of their own."""
-    first, second = two.of(f"noise {mode}")
+    first, second = group(2).of(f"noise {mode}")
     assert first["history"] == second["history"] and len(first["history"]) == 1
-    bounds = 0.5
-    if mode == "per_layer":
-        spread = len(first["spread"])
-        shared = len(first["added"]) - spread
-        bounds = 0.5 * (shared + 2 * spread) ** 0.5
-    assert first["sensitivity"] == pytest.approx(bounds)
-    assert second["sensitivity"] == pytest.approx(bounds)
-    for name, added in first["added"].items():
-        other = second["added"][name]
-        for x in (added, other):
-            tolerance = 5 * 3 * bounds / (2 * x.numel()) ** 0.5
-            assert float(x.std()) == pytest.approx(3 * bounds, abs=tolerance)
-        if name in first["spread"]:
-            apart = torch.corrcoef(torch.stack([added.flatten(), other.flatten()]))
-            assert abs(float(apart[0, 1])) < 5 / added.numel() ** 0.5
-        else:
-            assert torch.equal(added, other)
-    values = [x.flatten()[:40] for x in first["added"].values()]
-    assert not any(torch.equal(values[0], x) for x in values[1:])
+    count, spread = len(first["added"][0]), len(first["spread"])
+    parts = count + spread if mode == "per_layer" else 1  # each process has a share
+    bound = 0.5 * parts**0.5
+    for found in (first, second):
+        assert found["sensitivity"] == pytest.approx(bound)
+    for one, other in zip(first["added"], second["added"]):
+        for name, added in one.items():
+            if name in first["spread"]:
+                assert_noise(added, other[name], bound=bound)
+            else:
+                assert torch.equal(added, other[name])
+            assert_noise(other[name], bound=bound)
+        values = [x.flatten()[:40] for x in one.values()]
+        assert not any(torch.equal(values[0], x) for x in values[1:])
 
 
-def test_correlated_noise(two):
+def test_correlated_noise(group):
     """Batches of parts in turn, a share for each; the noise of one process."""
-    first, second = two.of("correlated")
+    first, second = group(2).of("correlated")
     private, model = correlated_run()
     for t, shares in enumerate(zip(first["batches"], second["batches"])):
         drawn = torch.cat(shares)
@@ -830,105 +692,67 @@ def test_correlated_noise(two):
     assert "This process draws by Poisson(steps=None, expected" in second["other"]
     for found in (first, second):
         assert found["history"] == private.engine.accountant.history
-        for state in found["states"]:
-            for name, value in model.state_dict().items():
-                torch.testing.assert_close(state[name], value, rtol=0, atol=1e-10)
+        assert_close(found["states"], whole(model), 1e-10)
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_evaluation(size, request):
-    group = request.getfixturevalue({2: "two", 4: "four"}[size])
-    model = model_of("mixture").eval()
-    expected = model(batch_of("mixture", 0, 3 * size)).detach()
-    torch.testing.assert_close(torch.cat(group.of("evaluation")), expected)
+def test_evaluation(size, group):
+    x = Case("mixture").batch(0, 3 * size)
+    expected = model_of("mixture").eval()(x).detach()
+    torch.testing.assert_close(torch.cat(group(size).of("evaluation")), expected)
 
 
 @pytest.mark.parametrize(
     "name, sizes",
     [("copied", [3, 2]), *((f"in parts {mode}", [4, 4]) for mode in MODES)],
 )
-def test_other_ways_to_train(name, sizes, two):
-    expected = alone(Case("mixture", "ghost_bk", [sizes]), 2)
-    for state in two.of(name):
-        for key, value in expected.items():
-            torch.testing.assert_close(state[key], value, rtol=0, atol=1e-10)
+def test_other_ways_to_train(name, sizes, group):
+    expected = Case("mixture", sizes=[sizes]).alone(2).state_dict()
+    assert_close(group(2).of(name), expected, 1e-10)
 
 
-REFUSALS = {
-    "uneven": ("Refused", "has 3 experts"),
-    "none": ("Refused", "has no experts that can be spread"),
-    "shared": ("Refused", "shared with another layer"),
-    "twice": ("Refused", "already"),
-    "not wrapped": ("Refused", "expert_parallel has returned"),
-    "adaptive": ("Refused", "adaptive"),
-    "hooks": ("Refused", "'hooks'"),
-    "functorch": ("Refused", "'functorch'"),
-    "scan": ("Refused", "'scan'"),
-    "auto": ("Refused", "'auto'"),
-    "group": ("Refused", "over 1 of 2 processes"),
-    "check": ("Refused", "before expert_parallel"),
-    "bounds": ("Refused", "differ between processes"),
-}
-REFUSALS_OF_STEPS = {
-    "checkpoint": "activation checkpointing",
-    "branches": "take different branches",
-    "elsewhere": "leave out a layer of experts",
-    "accumulated": "second time",
-    "unequal": "max_physical_batch_size",
-}
-
-
-@pytest.mark.parametrize("name", REFUSALS)
-def test_refused_before_training(name, two):
-    kind, words = REFUSALS[name]
-    for found in two.of("refusals"):
-        assert found[name].startswith(kind), found[name]
-        assert words in found[name], found[name]
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_before_training(name, group):
+    assert_refused(group(2), name, REFUSED[name][1])
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", REFUSALS_OF_STEPS)
-def test_refused_by_all_processes(name, mode, two):
+@pytest.mark.parametrize("name", REFUSED_STEPS)
+def test_refused_by_all_processes(name, mode, group):
     """One says why; the others say that another one does, and none is left waiting."""
-    found = [refusals[f"{name} {mode}"] for refusals in two.of("refusals")]
-    assert any(REFUSALS_OF_STEPS[name] in text for text in found), found
+    words, found = REFUSED_STEPS[name][0], group(2).of(f"{name} {mode}")
+    assert any(words in text for text in found), found
     for text in found:
         assert text.startswith(("Refused", "ProcessFailure", "RuntimeError")), text
-        said = REFUSALS_OF_STEPS[name] in text
-        assert said or "has failed in its " in text
+        assert words in text or "has failed in its " in text
 
 
-def test_one_record_of_two_processes(two):
+def test_one_record_of_two_processes(group):
     """It moves the sum of both by its bound at most, and no other batch."""
-    for found in two.of("one record"):
+    for found in group(2).of("one record"):
         for label, pairs in found.items():
             own, after = zip(*pairs)
             assert 0.3 < max(own) <= 1 + SLACK, f"{label}: {own}"
             assert max(after) < SLACK, f"{label}: {after}"
 
 
-def test_half_precision(two):
-    first, second = two.of("half")
-    for name, value in first.items():
-        assert torch.equal(value, second[name]) and bool(value.isfinite().all())
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("autocast", [False, True])
+def test_half_precision(mode, autocast, group):
+    first, second = group(2).of(f"half {mode} {autocast}")
+    assert torch.equal(first, second) and bool(first.isfinite().all())
 
 
-def assert_nothing_done(result: Dict[str, Any], seconds: float) -> None:
-    assert result["refusal"].startswith("ProcessFailure"), result["refusal"]
-    assert "One of them has died, failed or come too late" in result["refusal"]
-    assert result["unchanged"] and result["still"]
-    assert result["again"].startswith(("ProcessFailure", "Refused")), result["again"]
-    assert result["steps"] == 1  # the one before
-    assert result["seconds"] < seconds
-
-
-def test_late_process(two):
-    for result in two.of("late"):
-        assert_nothing_done(result, LATE + 10)
-
-
-def test_killed_process(two):
-    assert two.codes == [0, 1]
-    found = two.found[0]
-    assert "killed" in found, found["error"]
-    assert_nothing_done(found["killed"], 40)
+@pytest.mark.parametrize("name, seconds", [("late", LATE + 10), ("killed", 40)])
+def test_a_process_that_is_lost(name, seconds, group):
+    """The others change nothing, and go on to change nothing."""
+    two = group(2)
+    assert two.codes == [0, 1] and "killed" not in two.found[1]
+    found = two.of("late") if name == "late" else [two.found[0][name]]
+    for result in found:
+        assert result["refusal"].startswith("ProcessFailure"), result["refusal"]
+        assert "One of them has died, failed or come too late" in result["refusal"]
+        assert result["unchanged"] and result["still"]
+        assert result["again"].startswith(("ProcessFailure", "Refused"))
+        assert result["steps"] == 1  # the one before
+        assert result["seconds"] < seconds

@@ -13,14 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from opacus.utils.batch_memory_manager import BatchMemoryManager
 from torch import nn
-from torch.distributed.checkpoint.state_dict import (
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils._pytree import tree_leaves
@@ -30,21 +23,20 @@ from opacus_ext.checkpoints import read, write
 from opacus_ext.data import Poisson
 from opacus_ext.losses import model_losses
 from opacus_ext.refused import STAGES
-from tests.common import clipped_sum, oracle, trainable
-from tests.processes import LATE, preloaded, refusal, run
-from tests.sharded_test import (
-    BOUND,
-    Case,
-    Net,
-    batch_of,
-    losses_of,
-    model_of,
-    own,
+from tests.processes import (
+    LATE,
+    assert_close,
+    groups,
+    preloaded,
+    refusal,
+    run,
+    share,
     whole,
 )
+from tests.sharded_test import ADAM, Case, Net, load, state_of
 
 WAYS = ("ddp", "fsdp2")
-ADAM = Case("plain", optimizer="Adam")
+GPT2 = Case("gpt2")
 
 
 def spread(way, model):
@@ -60,26 +52,11 @@ def weights(model):
     return {n.removeprefix("module."): p for n, p in whole(model).items()}
 
 
-def alone(model, optimizer, batch, losses=losses_of):
-    """A step from the gradients of single samples, by plain autograd."""
-    sums = clipped_sum(oracle(model, batch, losses), "flat", BOUND)
-    for name, p in trainable(model).items():
-        p.grad = sums[name] / 6
-    optimizer.step()
-    return {n: p.detach().clone() for n, p in model.named_parameters()}
-
-
-def trajectory(steps, batch):
+def trajectory(batches, case=ADAM, model=None, **given):
     """The weights after each step of one process."""
-    model = model_of("plain")
-    optimizer = ADAM.plain_optimizer(model)
-    return [alone(model, optimizer, batch(step)) for step in range(steps)]
-
-
-def assert_same(got, expected, atol=1e-10):
-    assert got.keys() == expected.keys()
-    for name, value in expected.items():
-        torch.testing.assert_close(got[name], value, rtol=0, atol=atol)
+    model = case.start() if model is None else model
+    optimizer = case.plain_optimizer(model)
+    return [case.take_step(model, optimizer, batch, **given) for batch in batches]
 
 
 # -- errors of one process -----------------------------------------------------------
@@ -111,8 +88,8 @@ def failing(way, stage):
     inner, criterion = Failing("item").double(), Mean()
     model = spread(way, inner)
     private = ADAM.private(model, criterion=criterion)
-    batches = [own(batch_of("plain", step, 5, False), [3, 2]) for step in range(3)]
-    private.step(batches[0], losses_of)
+    batches = [share(ADAM.batch(step, 5), [3, 2]) for step in range(3)]
+    private.step(batches[0], ADAM.losses)
 
     def state():
         parts = [model.state_dict(), private.optimizer.state_dict()["state"]]
@@ -120,7 +97,7 @@ def failing(way, stage):
         return [x.to_local() if hasattr(x, "to_local") else x for x in leaves]
 
     def losses(model, batch):
-        found = losses_of(model, batch)
+        found = ADAM.losses(model, batch)
         bad = fails and stage == "backward pass"
         return found * nn.Parameter(torch.ones(2).double()) if bad else found
 
@@ -155,25 +132,21 @@ def failing(way, stage):
 def own_splits(way):
     """Physical batches of one record in one process, and of four in the other."""
     private = ADAM.private(
-        spread(way, model_of("plain")),
+        spread(way, ADAM.start()),
         dataset=TensorDataset(torch.ones(30, 5, dtype=torch.int64)),
         poisson_sampling=True,
         sampling=Poisson(expected_batch_size=6, steps=3),
     )
-    with BatchMemoryManager(
-        data_loader=private.loader,
-        max_physical_batch_size=1 + 3 * dist.get_rank(),
-        optimizer=private.optimizer,
-    ) as loader:
+    with private.parts(1 + 3 * dist.get_rank()) as loader:
         for (some,) in loader:
-            private.step({"ids": some}, losses_of)
+            private.step({"ids": some}, ADAM.losses)
     return sum(steps for _, _, steps in private.engine.accountant.history)
 
 
 def physical(way):
     """The draws of each logical batch, in physical batches of two."""
-    model = spread(way, model_of("plain"))
-    ids = torch.randint(1, 31, (30, 5), generator=torch.Generator().manual_seed(0))
+    model = spread(way, ADAM.start())
+    ids = ADAM.batch(0, 30)["ids"]
     private = ADAM.private(
         model,
         dataset=TensorDataset(ids),
@@ -182,13 +155,9 @@ def physical(way):
     )
     torch.manual_seed(0)
     sizes, drawn, steps, taken = [[]], [[]], 0, []
-    with BatchMemoryManager(
-        data_loader=private.loader,
-        max_physical_batch_size=2,
-        optimizer=private.optimizer,
-    ) as loader:
+    with private.parts(2) as loader:
         for (some,) in loader:
-            private.step({"ids": some}, losses_of)
+            private.step({"ids": some}, ADAM.losses)
             sizes[-1].append(len(some))
             drawn[-1].append(some)
             steps = sum(steps for _, _, steps in private.engine.accountant.history)
@@ -203,16 +172,16 @@ def physical(way):
 
 
 def own_losses(way):
-    model = spread(way, model_of("gpt2"))
-    private = Case("gpt2").private(model)
+    model = spread(way, GPT2.start())
+    private = GPT2.private(model)
     for step, sizes in enumerate([[3, 2], [0, 4]]):
-        batch = own(labeled(step, sum(sizes)), sizes)
+        batch = share(labeled(step, sum(sizes)), sizes)
         private.step(batch, model_losses)
     return weights(model)
 
 
 def labeled(step, size):
-    ids = batch_of("gpt2", step, size, False)["ids"]
+    ids = GPT2.batch(step, size)["ids"]
     return {"input_ids": ids, "labels": torch.where(ids > 25, -100, ids)}
 
 
@@ -220,19 +189,16 @@ def labeled(step, size):
 
 
 def batch_at(step):
-    return batch_of("plain", step, 4, False)
+    return ADAM.batch(step, 4)
 
 
 def begun(way, folder=None):
     """A run of this process; it goes on from the last checkpoint in a folder."""
-    model = spread(way, model_of("plain"))
+    model = spread(way, ADAM.start())
     optimizer = ADAM.plain_optimizer(model)
     done = last(folder) if folder else None
     if done and way == "fsdp2":
-        state = sharded_state(model, optimizer)
-        dcp.load(state, checkpoint_id=done)
-        set_model_state_dict(model, state["model"])
-        set_optimizer_state_dict(model, optimizer, state["optimizer"])
+        load(model, optimizer, done)
     private = ADAM.private(model, optimizer=optimizer)
     if done and way == "ddp":
         given = {"module": private.handle, "optimizer": private.optimizer}
@@ -248,19 +214,12 @@ def last(folder):
     return max(found, key=lambda x: int(x.stem), default=None)
 
 
-def sharded_state(model, optimizer):
-    return {
-        "model": get_model_state_dict(model),
-        "optimizer": get_optimizer_state_dict(model, optimizer),
-    }
-
-
 def save(way, private, model, folder, step):
     if way == "ddp" and dist.get_rank() == 0:
         given = {"module": private.handle, "optimizer": private.optimizer}
         private.engine.save_checkpoint(path=folder / f"{step}.pt", **given)
     elif way == "fsdp2":
-        state = sharded_state(model, private.optimizer.original_optimizer)
+        state = state_of(model, private.optimizer.original_optimizer)
         dcp.save(state, checkpoint_id=folder / str(step))
         if dist.get_rank() == 0:
             spent = private.engine.accountant.state_dict()
@@ -279,7 +238,7 @@ def train_until_killed(rank, way, folder):
     private, model = begun(way)
     try:
         for step in range(1000):
-            private.step(own(batch_at(step), [2, 2]), losses_of)
+            private.step(share(batch_at(step), [2, 2]), ADAM.losses)
             save(way, private, model, folder, step + 1)
     except Exception:
         os._exit(3)
@@ -312,21 +271,20 @@ def resumed(folder, number):
     history = private.engine.accountant.history
     begin = sum(steps for _, _, steps in history)
     for step in (begin, begin + 1):
-        private.step(own(batch_at(step), [2, 2]), losses_of)
+        private.step(share(batch_at(step), [2, 2]), ADAM.losses)
     return begin, int(last(folder).stem), weights(model), history
 
 
 # -- groups of processes -------------------------------------------------------------
 
 
-def jobs(processes):
-    found = {}
+def jobs(folder, processes):
+    found = {"own splits": functools.partial(own_splits, "ddp")}
     for stage in STAGES:
         found[stage] = functools.partial(failing, "ddp", stage)
     for way in WAYS:
-        found[way, "physical"] = functools.partial(physical, way)
-        found[way, "losses"] = functools.partial(own_losses, way)
-    found["own splits"] = functools.partial(own_splits, "ddp")
+        found[f"{way} physical"] = functools.partial(physical, way)
+        found[f"{way} losses"] = functools.partial(own_losses, way)
     return found
 
 
@@ -335,69 +293,55 @@ def jobs_after(folder, processes):
     return {n: functools.partial(resumed, folder / str(n), n) for n in numbers}
 
 
-@pytest.fixture(scope="module")
-def two(tmp_path_factory):
-    last = {
-        f"late {stage}": functools.partial(failing, "fsdp2", stage) for stage in STAGES
-    }
-    return run(2, str(tmp_path_factory.mktemp("two")), jobs, last)
+LAST = {f"late {stage}": functools.partial(failing, "fsdp2", stage) for stage in STAGES}
+group = groups(jobs, LAST)
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_the_others_are_told(stage, two):
+def test_the_others_are_told(stage, group):
     """Which process has failed and in what; all go on as if it had not been."""
-    first, second = two.of(stage)
+    first, second = group(2).of(stage)
     assert f"Process 1 has failed in its {stage}" in first[0], first[0]
     assert "Process 1 has failed" not in second[0]
     assert ("of mine" in second[0]) == (stage in STAGES[:2]), second[0]
-    torch.manual_seed(0)
-    model = Net("item").double()
-    optimizer = ADAM.plain_optimizer(model)
-    for step in range(3):
-        expected = alone(model, optimizer, batch_of("plain", step, 5, False))
+    batches = [ADAM.batch(step, 5) for step in range(3)]
+    expected = trajectory(batches, Case("item", optimizer="Adam"))[-1]
     for _, unchanged, seconds, found in (first, second):
         assert unchanged and seconds < LATE
-        assert_same(found, expected)
+        assert_close([found], expected, 1e-10)
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_the_others_wait_where_a_model_is_sharded(stage, two):
+def test_the_others_wait_where_a_model_is_sharded(stage, group):
     """They end in an error, as with plain FSDP2; no process takes the step."""
-    first, second = two.of(f"late {stage}")
+    first, second = group(2).of(f"late {stage}")
     assert first[0].startswith("ProcessFailure"), first[0]
     assert ("of mine" in second[0]) == (stage in STAGES[:2]), second[0]
     for _, unchanged, seconds in (first, second):
         assert unchanged and seconds < LATE + 5
 
 
-def test_each_process_may_split_as_it_needs(two):
-    assert two.of("own splits") == [3, 3]
+def test_each_process_may_split_as_it_needs(group):
+    assert group(2).of("own splits") == [3, 3]
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_as_many_physical_batches(way, two):
+def test_as_many_physical_batches(way, group):
     """An odd draw is split into one more in one process; the other has an empty one."""
-    (sizes, drawn, taken), (others, rest, again) = two.of((way, "physical"))
+    (sizes, drawn, taken), (others, rest, again) = group(2).of(f"{way} physical")
     assert [len(x) for x in sizes] == [len(x) for x in others]
     assert len(sizes) == 5 and max(map(len, sizes)) > 1
     assert any(max(1, math.ceil(sum(x) / 2)) < len(x) for x in others), others
-    model = model_of("plain")
-    optimizer = ADAM.plain_optimizer(model)
-    for step, parts in enumerate(zip(drawn, rest)):
-        expected = alone(model, optimizer, {"ids": torch.cat(parts)})
-        assert_same(taken[step], expected)
-        assert_same(again[step], expected)
+    batches = [{"ids": torch.cat(parts)} for parts in zip(drawn, rest)]
+    for found in zip(trajectory(batches), taken, again):
+        assert_close(found[1:], found[0], 1e-10)
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_losses_of_the_model(way, two):
-    model = model_of("gpt2")
-    optimizer = Case("gpt2").plain_optimizer(model)
-    for step, size in enumerate((5, 4)):
-        batch = labeled(step, size)
-        expected = alone(model, optimizer, batch, lambda m, b: m(**b).loss[None])
-    for found in two.of((way, "losses")):
-        assert_same(found, expected, 1e-6)
+def test_losses_of_the_model(way, group):
+    batches = [labeled(step, size) for step, size in enumerate((5, 4))]
+    expected = trajectory(batches, GPT2, losses=lambda m, b: m(**b).loss[None])[-1]
+    assert_close(group(2).of(f"{way} losses"), expected, 1e-6)
 
 
 def test_killed_at_any_moment(tmp_path):
@@ -409,8 +353,9 @@ def test_killed_at_any_moment(tmp_path):
     (tmp_path / "after").mkdir()
     after = run(2, str(tmp_path / "after"), functools.partial(jobs_after, tmp_path))
     found = [each for n in range(20) for each in after.of(n)]
-    expected = trajectory(max(steps for steps, *_ in found) + 2, batch_at)
+    longest = max(steps for steps, *_ in found) + 2
+    expected = trajectory(map(batch_at, range(longest)))
     for steps, saved, state, history in found:
         assert steps == saved > 0
         assert sum(n for _, _, n in history) == steps + 2
-        assert_same(state, expected[steps + 1])
+        assert_close([state], expected[steps + 1], 1e-10)

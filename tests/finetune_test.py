@@ -1,6 +1,6 @@
-"""Fine-tuning from the command line's arguments, on a tiny Switch saved to disk."""
+"""Fine-tuning from the command line's arguments, on a tiny Switch saved to disk; runs
+that go on, and what is refused, in runs_test.py."""
 
-import json
 import math
 from unittest.mock import patch
 
@@ -19,6 +19,7 @@ from examples.labels import (
     scratch_switch,
 )
 from tests.common import check, layer_modes
+from tests.train_test import weights
 
 transformers = pytest.importorskip("transformers")
 
@@ -49,17 +50,9 @@ def tiny_tokenizer():
 
 def tiny_switch(**changes):
     config = dict(
-        vocab_size=40,
-        d_model=8,
-        d_kv=4,
-        d_ff=12,
-        num_layers=2,
-        num_decoder_layers=1,
-        num_heads=2,
-        num_experts=3,
-        num_sparse_encoder_layers=1,
-        num_sparse_decoder_layers=1,
-        decoder_start_token_id=0,
+        **dict(vocab_size=40, d_model=8, d_kv=4, d_ff=12, num_layers=2, num_heads=2),
+        **dict(num_decoder_layers=1, num_experts=3, num_sparse_encoder_layers=1),
+        **dict(num_sparse_decoder_layers=1, decoder_start_token_id=0),
     )
     torch.manual_seed(0)
     return transformers.SwitchTransformersForConditionalGeneration(
@@ -107,10 +100,6 @@ def arguments(folder, *more, task="sst2"):
 def run(folder, *more, task="sst2"):
     args = finetune.parse_args(arguments(folder, *more, task=task))
     return finetune.finetune(args)
-
-
-def weights(path, which="module_state_dict"):
-    return torch.load(path, weights_only=True)[which]
 
 
 # -- losses and scores -------------------------------------------------------------
@@ -234,37 +223,6 @@ def test_non_private_learns_and_is_saved(folder, tmp_path):
     assert net.scores(ids, torch.tensor([ids.shape[1]])).argmax() == 1
 
 
-@pytest.mark.parametrize(
-    "more",
-    [
-        ("--ema", "0.9"),
-        ("--non-private", "--checkpoint-every", "2"),
-    ],
-)
-def test_resumed_is_bit_identical(folder, tmp_path, more):
-    """Stopped after each part and resumed, against one run in one piece."""
-    whole, parts = (str(tmp_path / name) for name in ("whole", "parts"))
-    expected = run(folder, *more, "--checkpoint", whole)
-    pause = (*more, "--checkpoint", parts, "--stop-after-steps", "1")
-    found = [run(folder, *pause)]
-    while found[-1]["steps"] < expected["steps"]:
-        torch.rand(7)  # whatever happens in between
-        found.append(run(folder, *pause, "--resume", "--repeat-noise"))
-    size = 2 if "--checkpoint-every" in more else 3
-    assert [s["steps"] for s in found] == list(range(size, 7, size))
-    for key in expected.keys() - {"seconds"}:
-        assert expected[key] == found[-1][key], key
-    for which in ("module_state_dict", *(("average",) if "--ema" in more else ())):
-        one, two = weights(whole, which), weights(parts, which)
-        assert all(torch.equal(one[key], two[key]) for key in one)
-    if "--non-private" not in more:
-        spent = [s["epsilon_spent"] for s in found]
-        assert spent == sorted(set(spent))
-        # Resuming a finished run spends nothing.
-        again = run(folder, *more, "--checkpoint", parts, "--resume", "--repeat-noise")
-        assert again["epsilon_spent"] == expected["epsilon_spent"]
-
-
 def test_empty_batches(folder, tmp_path):
     """Most Poisson batches of one expected row in 24 are small, a third are empty."""
     sizes = []
@@ -292,47 +250,3 @@ def test_routers(folder, tmp_path):
     for name, weight in weights(path).items():
         frozen = "router" in name
         assert torch.equal(weight, before[name.removeprefix("model.")]) == frozen, name
-
-
-def test_refusals(folder, tmp_path):
-    path = str(tmp_path / "run")
-    run(folder, "--checkpoint", path, "--stop-after-steps", "1")
-    table = [
-        ((), "Add --resume"),
-        (("--resume", "--epsilon", "9"), "epsilon: 8.0 there, 9.0 here"),
-        (("--resume", "--non-private"), "non_private: False there, True here"),
-        (("--resume", "--lr", "1", "--seed", "3"), "lr: 0.0005 there.* seed: 0 there"),
-    ]
-    for more, message in table:
-        with pytest.raises(ValueError, match=message):
-            run(folder, "--checkpoint", path, *more)
-    other = tmp_path / "other"
-    other.mkdir()
-    for name in ("train.tsv", "dev.tsv"):
-        (other / name).write_text("sentence\tlabel\ngood\t1\nbad\t0\n")
-    with pytest.raises(ValueError, match="data_fingerprint"):
-        run(folder, "--checkpoint", path, "--resume", "--data", str(other))
-    with pytest.raises(ValueError, match="--resume needs --checkpoint"):
-        run(folder, "--resume")
-    with pytest.raises(OSError):
-        run(folder, "--resume", "--checkpoint", path + "-missing")
-    with pytest.warns(UserWarning, match="above 1/24 rows"):
-        run(folder, "--delta", "0.1", "--stop-after-steps", "1")
-
-
-def test_command_line(folder, tmp_path, capsys):
-    path = tmp_path / "summary.jsonl"
-    for more in ((), ("--non-private",)):
-        line = arguments(folder, *more, "--json", str(path), "--stop-after-steps", "1")
-        assert finetune.main(line) == 0
-    found = [json.loads(line) for line in path.read_text().splitlines()]
-    assert [s["private"] for s in found] == [True, False]
-    out = capsys.readouterr().out
-    assert "epsilon" in out and "privacy      none" in out and "accuracy" in out
-    assert finetune.main(arguments(folder, "--data", str(tmp_path / "none"))) == 2
-    assert "none" in capsys.readouterr().err
-    for wrong in (["--scratch"], ["--epochs", "0"], ["--task", "cola"]):
-        with pytest.raises(SystemExit):
-            finetune.parse_args([*arguments(folder), *wrong])
-    with pytest.raises(SystemExit):
-        finetune.parse_args(["--task", "sst2", "--data", "d"])

@@ -3,7 +3,7 @@ draws, checkpoints. Float64, so that two sums of the same gradients differ by ro
 """
 
 import functools
-import os
+from tempfile import mkdtemp
 
 import pytest
 import torch
@@ -15,6 +15,7 @@ L = pytest.importorskip("lightning.pytorch")
 
 from torchmetrics import MeanMetric  # noqa: E402
 
+from tests import processes  # noqa: E402
 from tests.lightning_test import (  # noqa: E402
     BATCH,
     RECORDS,
@@ -24,7 +25,13 @@ from tests.lightning_test import (  # noqa: E402
     records,
     trainer,
 )
-from tests.processes import refusal, run  # noqa: E402
+from tests.processes import (  # noqa: E402
+    as_torchrun,
+    assert_close,
+    assert_refused,
+    refusal,
+    refusals,
+)
 from tests.training import drawn, weights  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -69,10 +76,10 @@ def trained(
     folder, mode="ghost_bk", automatic=True, resume=None, make=Numbered, **given
 ):
     """Nine steps, a checkpoint after four; in all processes together, if there are."""
+    as_torchrun()
     torch.manual_seed(0)
     model = make(automatic, **given.pop("log", {}))
     if dist.is_initialized():
-        os.environ.update(LOCAL_RANK=str(dist.get_rank()), MASTER_ADDR="127.0.0.1")
         given = {"strategy": "ddp", "devices": dist.get_world_size(), **given}
         with torch.no_grad():  # those of process 0 count
             own = () if make is not Numbered else model.parameters()
@@ -80,16 +87,12 @@ def trained(
                 x += dist.get_rank()
     data = TensorDataset(records()[:][0], torch.arange(RECORDS))
     workers = given.pop("workers", 0)
-    how = {
-        "num_workers": workers,
-        "multiprocessing_context": workers and "fork" or None,
-    }
-    loader = DataLoader(data, batch_size=BATCH, shuffle=True, **how)
+    how = {"multiprocessing_context": "fork"} if workers else {}
+    loader = DataLoader(data, BATCH, shuffle=True, num_workers=workers, **how)
     checkpoint = L.callbacks.ModelCheckpoint(
         folder, every_n_train_steps=STOP, save_top_k=-1, filename="{step}"
     )
-    budget = given.pop("budget", {"target_epsilon": 6.0})
-    settings = dict(repeat_noise=True, seed=SEED, **budget)
+    settings = dict(repeat_noise=True, seed=SEED, target_epsilon=6.0)
     settings["max_physical_batch_size"] = given.pop("physical", None)
     callback, seen = privacy(mode, **settings), Seen()
     given = {"max_steps": 9, "enable_checkpointing": True, **given}
@@ -103,7 +106,6 @@ def trained(
         "accountant": callback.engine.accountant.history,
         "logged": {k: float(v) for k, v in lightning.callback_metrics.items()},
         "epsilon": callback.get_epsilon(),
-        "sizes": sum(model.sizes),
         "steps": (steps, lightning.global_step),
     }
 
@@ -122,7 +124,7 @@ def found(folder, name):
     return trained(f"{folder}/{name}", **CASES[name], **given)
 
 
-def split_model(folder):
+def split_model():
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import distribute_tensor
 
@@ -139,66 +141,68 @@ def split_model(folder):
         raise error
 
 
-def jobs(folder, processes):
+REFUSED = {
+    "split": (split_model, "Tensor parallelism is not supported"),
+    "rates": (
+        lambda: trained(mkdtemp(), automatic=False, make=Steps),
+        "Learning rates or other settings",
+    ),
+    "sync_dist": (
+        lambda: trained(mkdtemp(), log={"sync_dist": True}),
+        "self.log, which waits",
+    ),
+    "metric": (
+        lambda: trained(mkdtemp(), log={"on_each_step": True}),
+        "sums the metric metric over processes, which waits",
+    ),
+}
+
+
+def jobs(folder, size):
     saved = f"{folder}/ghost_bk/step={STOP}.ckpt"
     return {
         **{name: functools.partial(found, folder, name) for name in CASES},
         "resumed": lambda: trained(f"{folder}/again", resume=saved),
-        "split": lambda: refusal(split_model, folder),
-        "rates": lambda: refusal(trained, folder, automatic=False, make=Steps),
-        "sync_dist": lambda: refusal(trained, folder, log={"sync_dist": True}),
-        "metric": lambda: refusal(trained, folder, log={"on_each_step": True}),
+        "refused": lambda: refusals(REFUSED),
     }
 
 
-@pytest.fixture(scope="module")
-def two(tmp_path_factory):
-    folder = str(tmp_path_factory.mktemp("runs"))
-    own = str(tmp_path_factory.mktemp("two"))
-    return folder, run(2, own, functools.partial(jobs, folder))
+group = processes.groups(jobs)
 
 
-def assert_same(group, expected):
-    for one in group:
-        for name, value in expected["weights"].items():
-            torch.testing.assert_close(one["weights"][name], value, rtol=0, atol=1e-12)
+def assert_same(found, expected):
+    assert_close([one["weights"] for one in found], expected["weights"], 1e-12)
+    for one in found:
         for name in ("accountant", "epsilon", "steps"):
             assert one[name] == expected[name]
         assert one["logged"]["epsilon"] == expected["logged"]["epsilon"]
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_two_processes_train_as_one(name, two, tmp_path):
+def test_two_processes_train_as_one(name, group, tmp_path):
     """Each record of a draw is one process's; a process without records waits."""
     expected = trained(str(tmp_path), **CASES[name])
-    group = two[1].of(name)
-    assert_same(group, expected)
+    found = group(2).of(name)
+    assert_same(found, expected)
     numbers = [drawn(SEED, step, RECORDS, BATCH).tolist() for step in range(9)]
     assert expected["seen"] == list(enumerate(numbers))
-    for one, other, (draw, whole) in zip(*(x["seen"] for x in group), expected["seen"]):
+    for one, other, (draw, whole) in zip(*(x["seen"] for x in found), expected["seen"]):
         assert one[0] == other[0] == draw and sorted(one[1] + other[1]) == whole
     assert {0, 1} < {len(whole) for whole in numbers}
 
 
-def test_resumed_by_two_and_by_one(two, tmp_path):
-    folder, group = two
-    expected = group.of("ghost_bk")[0]
-    assert_same(group.of("resumed"), expected)
-    saved = f"{folder}/ghost_bk/step={STOP}.ckpt"
+def test_resumed_by_two_and_by_one(group, tmp_path):
+    expected = group(2).of("ghost_bk")[0]
+    assert_same(group(2).of("resumed"), expected)
+    saved = f"{group.folder}/ghost_bk/step={STOP}.ckpt"
     alone = trained(str(tmp_path), resume=saved)
     assert_same([alone], expected)
     assert [draw for draw, _ in alone["seen"]] == list(range(STOP, 9))
 
 
-def test_what_is_refused(two):
-    for name, words in (
-        ("split", "Tensor parallelism is not supported"),
-        ("rates", "Learning rates or other settings"),
-        ("sync_dist", "self.log, which waits"),
-        ("metric", "sums the metric metric over processes, which waits"),
-    ):
-        for found in two[1].of(name):
-            assert found.startswith("Refused") and words in found
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_refused(name, group):
+    assert_refused(group(2), name, REFUSED[name][1])
 
 
 @pytest.mark.parametrize("name", ["FSDPStrategy", "ModelParallelStrategy"])

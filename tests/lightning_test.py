@@ -341,19 +341,76 @@ def test_settings_that_are_refused(settings, message):
         privacy("ghost_bk").setup(lightning, Classifier(), "fit")
 
 
-def test_correlated_noise_is_refused():
-    """Its draws would be accounted for as those of CyclicPoisson."""
-    with pytest.raises(Refused, match="no correlated noise"):
-        privacy("ghost_bk", noise=Banded(bands=2, steps=6))
+def replaced(trainer, model, *rest):
+    if trainer.global_step == 2:
+        trainer.strategy.optimizers = model.configure_optimizers()[0]
 
 
-def test_batches_to_accumulate_later():
-    """A callback of Lightning's sets it when an epoch begins."""
-    later = L.callbacks.GradientAccumulationScheduler({1: 2})
-    lightning, model = trainer(privacy("ghost_bk"), later, max_epochs=2), Classifier()
-    with pytest.raises(Refused, match="accumulate_grad_batches=2"):
-        lightning.fit(model, loader())
-    assert lightning.global_step == RECORDS // BATCH + 1
+def weighted():
+    sampler = torch.utils.data.WeightedRandomSampler([1.0] * RECORDS, RECORDS)
+    return DataLoader(records(), batch_size=BATCH, sampler=sampler)
+
+
+ACCUMULATES = L.callbacks.GradientAccumulationScheduler({1: 2})
+REPLACES = L.callbacks.LambdaCallback(on_train_batch_start=replaced)
+# By name: a module's own methods and attributes, what a run is given beside it, and the
+# message.
+REFUSED = {
+    "another loss": (
+        {"training_step": Plain.training_step},
+        {},
+        "not made by self.criterion",
+    ),
+    "no loss": ({"training_step": lambda *args: None}, {}, "returned no loss"),
+    "an error": ({"training_step": fails}, {}, "mine"),
+    "two steps": ({"training_step": twice}, dict(automatic=False), "took 2 steps"),
+    "no step": ({"optimizer_step": left_out}, {}, "took 0 steps"),
+    "no criterion": ({"criterion": None}, {}, "has no self.criterion"),
+    "two optimizers": (
+        {"configure_optimizers": two_optimizers},
+        dict(automatic=False),
+        "2 optimizers",
+    ),
+    "parts": ({}, dict(automatic=False, settings=PARTS), "manual optimization"),
+    # A callback of Lightning's sets it when an epoch begins.
+    "accumulates later": (
+        {},
+        dict(callbacks=[ACCUMULATES]),
+        "accumulate_grad_batches=2",
+    ),
+    "another optimizer": ({}, dict(callbacks=[REPLACES]), "optimizer was replaced"),
+    "weighted": ({}, dict(make=weighted), "training loader"),
+    "drawn already": (
+        {},
+        dict(make=lambda: DPDataLoader.from_data_loader(loader())),
+        "training loader",
+    ),
+    "two loaders": ({}, dict(make=lambda: [loader()] * 2), "training loader"),
+    # Its draws would be accounted for as those of CyclicPoisson.
+    "correlated noise": (
+        {},
+        dict(settings={"noise": Banded(bands=2, steps=6)}),
+        "no correlated noise",
+    ),
+}
+STEPS = {"accumulates later": RECORDS // BATCH + 1, "another optimizer": 2}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_modules_and_loops_that_are_refused(name):
+    """The steps before it are those of the oracle, and the module an ordinary one."""
+    own, given, message = REFUSED[name]
+    automatic = given.get("automatic", True)
+    model = type("Own", (Classifier,), own)(automatic)
+    if "criterion" in own:
+        del model.criterion
+    with pytest.raises((Refused, KeyError), match=message):
+        callback = privacy("ghost_bk", **given.get("settings", {}))
+        lightning = trainer(callback, *given.get("callbacks", ()), max_epochs=2)
+        lightning.fit(model, given.get("make", loader)())
+    assert "forward" not in vars(model) and "training_step" not in vars(model)
+    if name != "two steps":
+        assert_same(weights(model), expected(STEPS.get(name, 0), automatic))
 
 
 @pytest.mark.parametrize("first", [True, False])
@@ -369,59 +426,3 @@ def test_callbacks_that_train_by_themselves(make, first):
     with pytest.raises(Refused, match="training loop by itself"):
         trainer(*callbacks, max_steps=1).fit(model)
     assert not model.sizes
-
-
-def test_an_optimizer_that_is_replaced_later():
-    def replace(trainer, model, *rest):
-        if trainer.global_step == 2:
-            trainer.strategy.optimizers = model.configure_optimizers()[0]
-
-    model, later = Classifier(), L.callbacks.LambdaCallback(
-        on_train_batch_start=replace
-    )
-    with pytest.raises(Refused, match="optimizer was replaced"):
-        trainer(privacy("ghost_bk"), later, max_steps=3).fit(model, loader())
-    assert_same(weights(model), expected(2))
-
-
-@pytest.mark.parametrize(
-    "own, automatic, given, message",
-    [
-        (
-            {"training_step": Plain.training_step},
-            True,
-            {},
-            "not made by self.criterion",
-        ),
-        ({"training_step": lambda *args: None}, True, {}, "returned no loss"),
-        ({"training_step": fails}, True, {}, "mine"),
-        ({"training_step": twice}, False, {}, "took 2 steps"),
-        ({"optimizer_step": left_out}, True, {}, "took 0 steps"),
-        ({"criterion": None}, True, {}, "has no self.criterion"),
-        ({"configure_optimizers": two_optimizers}, False, {}, "2 optimizers"),
-        ({}, False, PARTS, "manual optimization"),
-    ],
-)
-def test_modules_that_are_refused(own, automatic, given, message):
-    """They are ordinary ones afterwards."""
-    model = type("Own", (Classifier,), own)(automatic)
-    if "criterion" in own:
-        del model.criterion
-    with pytest.raises((Refused, KeyError), match=message):
-        trainer(privacy("ghost_bk", **given), max_steps=1).fit(model, loader())
-    assert "forward" not in vars(model) and "training_step" not in vars(model)
-
-
-def weighted():
-    sampler = torch.utils.data.WeightedRandomSampler([1.0] * RECORDS, RECORDS)
-    return DataLoader(records(), batch_size=BATCH, sampler=sampler)
-
-
-def drawn_already():
-    return DPDataLoader.from_data_loader(loader())
-
-
-@pytest.mark.parametrize("make", [weighted, drawn_already, lambda: [loader()] * 2])
-def test_loaders_that_are_refused(make):
-    with pytest.raises(Refused, match="training loader"):
-        fit(Classifier(), privacy("hooks"), make(), max_steps=1)

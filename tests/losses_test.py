@@ -77,14 +77,39 @@ def tokens(*shape, labels=True):
 
 def alone(model, batch):
     """The model's own loss of each sample; nan for one without labels."""
-    size = len(batch["input_ids"])
+    size = len(next(iter(batch.values())))
     rows = [{n: x[b : b + 1] for n, x in batch.items()} for b in range(size)]
-    return torch.stack([model(**row).loss for row in rows]).double()
+    return torch.stack([model(**row)["loss"] for row in rows]).double()
+
+
+def check_losses(model, batch, rtol=1e-6):
+    """Their values are the model's own, and a step takes them; returns the values."""
+    losses, own = model_losses(model, batch).double(), alone(model, batch)
+    fine = ~own.isnan()
+    assert fine.any() and torch.allclose(losses[fine], own[fine], rtol=rtol)
+    check("ghost_bk", True, model, batch, model_losses, tolerance=100 * rtol)
+    return losses
 
 
 sequence_models = pytest.mark.parametrize(
     "build", [gpt2, llama, bert, t5], ids=lambda build: build.__name__
 )
+
+
+@layer_modes
+@sequence_models
+@pytest.mark.parametrize(
+    "shape", [(3, 6), (4, 4), (1, 5), (3, 2, 6), (4, 4, 4), (1, 3, 5)]
+)
+def test_every_mode(build, mode, shape):
+    """Of samples, and of records of several sequences, the last of which is empty."""
+    torch.manual_seed(1)
+    model, batch = build(), tokens(*shape)
+    if len(shape) > 2:
+        model = RecordModel(model)
+        batch["labels"][-1, -1] = -100
+    wrap, tolerance = shape[0] > 1, 1e-8 if build is bert else 1e-6  # float32
+    check(mode, wrap, model, batch, model_losses, tolerance=tolerance)
 
 
 class TestCrossEntropy:
@@ -140,24 +165,21 @@ class TestPerSample:
     def test_weights_apply_before_clipping(self, mode):
         batch = torch.randn(4, 3).double()
         weights = torch.tensor([0.0, 0.1, 1.0, 30.0]).double()
-        model = nn.Linear(3, 2).double()
 
         def loss(model, batch):
             return model(batch).square().sum(1)
 
+        model = nn.Linear(3, 2).double()
         grads = {
             name: torch.einsum("b,b...->b...", weights, g)
             for name, g in oracle(model, batch, loss).items()
         }
-        c = half_clipped(grads)
-        expected = clipped_sum(grads, "flat", c)
-        private = make_private(model, mode, batch_size=4, max_grad_norm=c)
-        before = {n: p.detach().clone() for n, p in trainable(model).items()}
+        private = make_private(model, mode, batch_size=4)
         criterion = private.criterion or PerSample()
         criterion(loss(private.module, batch), weights).backward()
         private.optimizer.step()
-        for name, p in trainable(model).items():
-            assert torch.allclose((before[name] - p) * 4, expected[name])
+        got = {name: 4 * p.grad for name, p in trainable(model).items()}
+        assert_same(got, clipped_sum(grads))
 
 
 class Criterion(nn.Module):
@@ -318,76 +340,52 @@ class TestModelLosses:
     @sequence_models
     def test_is_the_models_own_loss(self, build):
         torch.manual_seed(1)
-        model, batch = build(), tokens(3, 6)
-        losses = model_losses(model, batch)
-        own = alone(model, batch)
-        assert losses[1] == 0 and own[1].isnan()
-        assert torch.allclose(losses[[0, 2]].double(), own[[0, 2]], rtol=1e-6)
-
-    @layer_modes
-    @sequence_models
-    @pytest.mark.parametrize("shape", [(3, 6), (4, 4), (1, 5)])
-    def test_every_mode(self, build, mode, shape):
-        torch.manual_seed(1)
-        wrap, tolerance = shape[0] > 1, 1e-8 if build is bert else 1e-6  # float32
-        check(mode, wrap, build(), tokens(*shape), model_losses, tolerance=tolerance)
+        losses = check_losses(build(), tokens(3, 6))
+        assert losses[1] == 0
 
     @pytest.mark.parametrize(
-        "head, labels, more",
+        "head, labels",
         [
-            ("SequenceClassification", torch.tensor([0, 2, 1]), dict(num_labels=3)),
-            ("SequenceClassification", torch.rand(3), dict(num_labels=1)),
-            ("SequenceClassification", torch.rand(3, 2), dict(num_labels=2)),
-            ("TokenClassification", "tokens", dict(num_labels=V)),
-            ("NextSentencePrediction", torch.tensor([0, 1, 1]), {}),
-            ("QuestionAnswering", "positions", {}),
-            ("PreTraining", "both", {}),
+            ("SequenceClassification", torch.tensor([0, 2, 1])),
+            ("SequenceClassification", torch.rand(3).double()),
+            ("SequenceClassification", torch.rand(3, 2).double()),
+            ("TokenClassification", "tokens"),
+            ("NextSentencePrediction", torch.tensor([0, 1, 1])),
+            ("QuestionAnswering", "positions"),
+            ("PreTraining", "both"),
         ],
         ids=lambda value: value if isinstance(value, str) else "",
     )
-    def test_heads(self, head, labels, more):
+    def test_heads(self, head, labels):
         torch.manual_seed(1)
-        model, batch = bert(head, **more), tokens(3, 6)
-        del batch["labels"]
+        batch, classes = tokens(3, 6, labels=isinstance(labels, str)), 2
         if isinstance(labels, torch.Tensor):
-            whole = labels.dtype == torch.long
-            batch["labels"] = labels if whole else labels.double()
+            batch["labels"] = labels
+            classes = labels.shape[1] if labels.dim() > 1 else int(labels.max()) + 1
         elif labels == "positions":
+            del batch["labels"]
             batch["start_positions"] = torch.tensor([0, 2, 9])  # one is outside
             batch["end_positions"] = torch.tensor([3, 9, 5])
         else:
-            batch["labels"] = tokens(3, 6)["labels"]
             batch["labels"][1, 2] = 3
-        if isinstance(labels, str) and labels == "both":
+            classes = V if labels == "tokens" else 2
+        if labels == "both":
             batch["next_sentence_label"] = torch.tensor([0, 1, 1])
-        losses, own = model_losses(model, batch), alone(model, batch)
         # A start outside has no loss here, and is no number for the model alone.
-        fine = ~own.isnan()
-        assert fine.any() and torch.allclose(losses[fine].double(), own[fine])
-        check("ghost_bk", True, model, batch, model_losses)
+        check_losses(bert(head, classes), batch, 1e-10)
 
     def test_ctc(self):
-        class Speech(nn.Module):
-            def __init__(self):
-                super().__init__()
-                self.last = nn.Linear(4, 5)
-
-            def forward(self, x, labels):
-                lengths = (labels >= 0).sum(-1)
-                rows = self.last(x).log_softmax(-1).transpose(0, 1)
-                sizes = torch.full((len(x),), x.shape[1])
-                flat = labels[labels >= 0]
-                return {"loss": F.ctc_loss(rows, flat, sizes, lengths)}
+        def speech(m, x, labels):
+            lengths = (labels >= 0).sum(-1)
+            rows = m.last(x).log_softmax(-1).transpose(0, 1)
+            sizes = torch.full((len(x),), x.shape[1])
+            flat = labels[labels >= 0]
+            return {"loss": F.ctc_loss(rows, flat, sizes, lengths)}
 
         torch.manual_seed(0)
-        model, x = Speech().double(), torch.randn(3, 7, 4).double()
         labels = torch.tensor([[1, 2, 3], [4, -100, -100], [2, 1, -100]])
-        batch = {"x": x, "labels": labels}
-        losses = model_losses(model, batch)
-        for b in range(3):
-            own = model(x[b : b + 1], labels[b : b + 1])["loss"]
-            assert torch.allclose(losses[b], own)
-        check("ghost_bk", True, model, batch, model_losses)
+        batch = {"x": torch.randn(3, 7, 4).double(), "labels": labels}
+        check_losses(net(speech, last=(4, 5))().double(), batch, 1e-10)
 
     @layer_modes
     def test_empty_batch(self, mode):
@@ -398,37 +396,30 @@ class TestModelLosses:
     def test_evaluation_with_a_mask_of_ones(self):
         """It may be of the samples, or of all of them: that gives the same."""
 
-        class Masked(nn.Module):
-            def __init__(self):
-                super().__init__()
-                self.last = nn.Linear(3, 2)
+        def masked(m, x, mask):
+            scores = x @ x.mT
+            if not bool(mask.all()):
+                scores = scores.masked_fill(~mask, -1e9)
+            return {"loss": m.last(scores.softmax(-1) @ x).square().mean()}
 
-            def forward(self, x, mask):
-                scores = x @ x.mT
-                if not bool(mask.all()):
-                    scores = scores.masked_fill(~mask, -1e9)
-                return {"loss": self.last(scores.softmax(-1) @ x).square().mean()}
-
-        model, x = Masked(), torch.randn(4, 4, 3)
+        model, x = net(masked, last=(3, 2))(), torch.randn(4, 4, 3)
+        ones = torch.ones(4, 4).bool()
         with torch.no_grad():
-            losses = model_losses(model, {"x": x, "mask": torch.ones(4, 4).bool()})
-            own = [model(s[None], torch.ones(4, 4).bool())["loss"] for s in x]
+            losses = model_losses(model, {"x": x, "mask": ones})
+            own = [model(s[None], ones)["loss"] for s in x]
         assert torch.allclose(losses, torch.stack(own))
 
     def test_no_leaks(self):
         batch = tokens(4, 6)
         assert opacus_ext.find_leaks(gpt2(), batch, model_losses) == []
 
-    @pytest.mark.parametrize("mode", ["hooks", "ghost_bk"])
-    def test_balancing_loss_of_each_sample(self, mode):
+    def test_balancing_loss_of_each_sample(self):
         model, batch = mixtral().float(), tokens(3, 6)
         batch["labels"][1] = batch["input_ids"][1]
         without = model_losses(model, batch)
         model.config.output_router_logits = True
-        losses = model_losses(model, batch)
-        assert torch.allclose(losses, alone(model, batch).to(losses), rtol=1e-6)
-        assert (losses - without).abs().min() > 1e-4
-        check(mode, True, model, batch, model_losses, tolerance=1e-4)
+        assert (check_losses(model, batch) - without).abs().min() > 1e-4
+        check("hooks", True, model, batch, model_losses, tolerance=1e-4)
 
     def test_refused(self):
         batch = dict(tokens(3, 6), num_items_in_batch=torch.tensor(7))
@@ -444,60 +435,46 @@ class TestModelLosses:
     def test_losses_of_all_kinds(self, how):
         """Whatever a model does to get its loss; refused is what is not one number."""
 
-        class Model(nn.Module):
-            def __init__(self):
-                super().__init__()
-                self.embedding = nn.Embedding(9, 9)
-                self.register_buffer("ones", torch.ones(1, 9))
-
-            def forward(self, ids, labels):
-                y = self.embedding(ids)
-                flat = y.flatten(0, 1), labels.flatten()
-                if how == "selected":
-                    kept = labels >= 3
-                    flat = y[kept], labels[kept]
-                if how == "turned":
-                    flat = y.transpose(0, 1).flatten(0, 1), labels.T.flatten()
-                if how == "float32":  # of constants of the model, as angles are
-                    y = y * (labels[..., None].float() @ self.ones.float())
-                    flat = y.flatten(0, 1), flat[1]
-                if how == "soft":
-                    flat = flat[0], F.one_hot(flat[1], 9).to(y)
-                rows = "none" if how == "rows" else "mean"
-                loss = F.cross_entropy(*flat, reduction=rows)
-                if how == "other":
-                    loss = y.log_softmax(-1)[..., 0].mean()
-                if how == "whole":
-                    loss = loss + y.mean()
-                return {"loss": None if how == "none" else loss, "logits": y}
+        def forward(m, ids, labels):
+            y = m.embedding(ids)
+            flat = y.flatten(0, 1), labels.flatten()
+            if how == "selected":
+                kept = labels >= 3
+                flat = y[kept], labels[kept]
+            if how == "turned":
+                flat = y.transpose(0, 1).flatten(0, 1), labels.T.flatten()
+            if how == "float32":  # of constants of the model, as angles are
+                y = y * (labels[..., None].float() @ m.ones.float())
+                flat = y.flatten(0, 1), flat[1]
+            if how == "soft":
+                flat = flat[0], F.one_hot(flat[1], 9).to(y)
+            rows = "none" if how == "rows" else "mean"
+            loss = F.cross_entropy(*flat, reduction=rows)
+            if how == "other":
+                loss = y.log_softmax(-1)[..., 0].mean()
+            if how == "whole":
+                loss = loss + y.mean()
+            return {"loss": None if how == "none" else loss, "logits": y}
 
         torch.manual_seed(0)
         labels = torch.tensor([[3, 4, 1, 0], [5, 1, 2, 0], [6, 7, 8, 0]])
-        model, batch = Model().double(), {"ids": labels, "labels": labels}
-        if how in ("rows", "none"):
-            match = dict(rows=r"a loss of shape \(\d+,\)", none="gave no loss")[how]
-            for mode in ("hooks", None):
-                module = mode and make_private(model, mode, batch_size=3).module
-                with pytest.raises(ValueError, match=match):
-                    model_losses(module or model, batch)
+        model = net(forward, embedding=lambda: nn.Embedding(9, 9))().double()
+        model.register_buffer("ones", torch.ones(1, 9))
+        batch = {"ids": labels, "labels": labels}
+        if how not in ("rows", "none"):
+            check_losses(model, batch, 1e-10)
             return
-        losses = model_losses(model, batch)
-        for b, row in enumerate(labels.split(1)):
-            assert torch.allclose(losses[b], model(row, row)["loss"])
-        check("ghost_bk", True, model, batch, model_losses)
+        match = dict(rows=r"a loss of shape \(\d+,\)", none="gave no loss")[how]
+        for mode in ("hooks", None):
+            module = mode and make_private(model, mode, batch_size=3).module
+            with pytest.raises(ValueError, match=match):
+                model_losses(module or model, batch)
 
 
-class ClassToken(nn.Module):
-    """Has parameters of its own, as a model for images has."""
-
-    def __init__(self):
-        super().__init__()
-        self.words, self.out = nn.Embedding(V, 4), nn.Linear(4, 3)
-        self.token = nn.Parameter(torch.randn(1, 1, 4))
-
-    def forward(self, input_ids):
-        token = self.token.expand(len(input_ids), -1, -1)
-        return self.out(torch.cat([token, self.words(input_ids)], 1).tanh())
+def with_class_token(m, input_ids):
+    """A model with a parameter of its own, as one for images has."""
+    token = m.token.expand(len(input_ids), -1, -1)
+    return m.out(torch.cat([token, m.words(input_ids)], 1).tanh())
 
 
 def small_images():
@@ -513,17 +490,7 @@ def loss_of_views(model, batch):
     )
 
 
-class TestPerRecord:
-    @layer_modes
-    @sequence_models
-    @pytest.mark.parametrize("shape", [(3, 2, 6), (4, 4, 4), (1, 3, 5)])
-    def test_every_mode(self, build, mode, shape):
-        torch.manual_seed(1)
-        model, batch = RecordModel(build()), tokens(*shape)
-        batch["labels"][-1, -1] = -100  # an empty sequence
-        wrap, tolerance = shape[0] != 3, 1e-8 if build is bert else 1e-6  # float32
-        check(mode, wrap, model, batch, model_losses, tolerance=tolerance)
-
+class TestRecordModel:
     def test_padding_adds_nothing(self):
         """Sequences without labels, and an attention mask of ones."""
         logits = RecordModel(gpt2())(**tokens(2, 3, 6, labels=False)).logits
@@ -552,8 +519,14 @@ class TestPerRecord:
     @pytest.mark.parametrize("shape", [(3, 2, 5), (2, 2, 2)])
     def test_a_model_with_parameters_of_its_own(self, mode, shape):
         torch.manual_seed(0)
+        model = net(
+            with_class_token,
+            words=lambda: nn.Embedding(V, 4),
+            out=(4, 3),
+            token=lambda: torch.randn(1, 1, 4),
+        )
         batch = {"input_ids": torch.randint(V, shape)}
-        check(mode, True, RecordModel(ClassToken()).double(), batch, square_loss)
+        check(mode, True, RecordModel(model()).double(), batch, square_loss)
 
     @pytest.mark.parametrize("mode", [*MODES, "scan", "auto"])
     def test_views_of_images(self, mode):

@@ -8,29 +8,25 @@ import torch
 from opacus import PrivacyEngine
 from opacus.distributed import DifferentiallyPrivateDistributedDataParallel as DPDDP
 from opacus.optimizers import DPOptimizer
-from opacus.utils.batch_memory_manager import BatchMemoryManager
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import TensorDataset
 
 from opacus_ext.losses import PerSample
 from opacus_ext.monitor import THRESHOLDS, Monitor
 from opacus_ext.refused import Refused
-from tests.common import make_private, norms_of, oracle, square_loss
+from tests.common import make_private, net, norms_of, oracle, square_loss
+from tests.processes import groups
 
 MODES = ("hooks", "ghost", "ghost_bk", "scan", "auto")
 ENDS = "lower", "higher"
 
 
-class Shared(nn.Module):
-    """A layer used twice, and one that is not used."""
-
-    def __init__(self):
-        super().__init__()
-        self.twice, self.last = nn.Linear(4, 4), nn.Linear(4, 2)
-        self.unused = nn.Linear(3, 3)
-
-    def forward(self, x):
-        return self.last(torch.tanh(self.twice(torch.tanh(self.twice(x)))))
+SHARED = net(  # a layer is used twice, and one is not used
+    lambda m, x: m.last(torch.tanh(m.twice(torch.tanh(m.twice(x))))),
+    twice=(4, 4),
+    last=(4, 2),
+    unused=(3, 3),
+)
 
 
 def batches(count=3, size=6):
@@ -57,7 +53,7 @@ def bins_of(norms, bound):
 @pytest.mark.parametrize("mode", [*MODES, "compiled"])
 def test_histogram_without_noise(mode, clipping):
     """With noise multiplier 0 what is released is what the bins hold."""
-    model = Shared().double()
+    model = SHARED().double()
     plain = copy.deepcopy(model)
     count = len(list(model.parameters()))
     bound = 2.0 if clipping != "per_layer" else [2.0 / math.sqrt(count)] * count
@@ -211,35 +207,21 @@ def test_a_signal_below_its_resolution():
 def test_physical_batches_and_poisson(mode):
     """One release a logical batch, of all its parts; draws may be empty."""
     torch.manual_seed(0)
-    model, engine = nn.Linear(4, 2).double(), PrivacyEngine()
-    x = batches(1, 12)[0]
+    model, x = nn.Linear(4, 2).double(), batches(1, 12)[0]
     norms = norms_of(oracle(model, x, square_loss))
-    made = engine.make_private(
-        module=model,
-        optimizer=torch.optim.SGD(model.parameters(), lr=0.0),
-        criterion=PerSample(),
-        data_loader=DataLoader(TensorDataset(x), batch_size=2),
-        noise_multiplier=0.0,
-        max_grad_norm=0.5,
-        grad_sample_mode=mode,
-    )
-    module, optimizer, *criterion, loader = made
-    monitor = Monitor(engine, optimizer)
+    given = dict(dataset=TensorDataset(x), poisson_sampling=True, lr=0.0)
+    private = make_private(model, mode, batch_size=2, max_grad_norm=0.5, **given)
+    monitor = Monitor(private.engine, private.optimizer)
     seen = []
     for _ in range(3):
-        with BatchMemoryManager(
-            data_loader=loader, max_physical_batch_size=2, optimizer=optimizer
-        ) as parts:
+        with private.parts(2) as parts:
             for (part,) in parts:
-                optimizer.zero_grad()
-                losses = square_loss(module, part)
-                (criterion[0](losses) if criterion else losses.mean()).backward()
-                optimizer.step()
+                private.step(part, square_loss)
                 seen += [float(n) for y in part for n in norms[(x == y).all(1)]]
     expected = bins_of(torch.tensor(seen), 0.5).double()
     assert torch.equal(monitor.state_dict()["_counts"], expected)
     found = monitor.read()
-    assert found["steps"] == 18 == engine.accountant.history[0][-1]
+    assert found["steps"] == 18 == private.engine.accountant.history[0][-1]
     assert found["batch_size"] == pytest.approx(len(seen) / 18)
 
 
@@ -309,17 +291,11 @@ def test_close():
     monitor.close()
 
 
-@pytest.mark.parametrize(
-    "given, message",
-    [
-        ({"share": 0.0}, "share=0.0"),
-        ({"share": 1.0}, "share=1.0"),
-        ({"delta": 1.0}, "delta=1.0"),
-    ],
-)
-def test_refusals(given, message):
+@pytest.mark.parametrize("given", [{"share": 0.0}, {"share": 1.0}, {"delta": 1.0}])
+def test_refusals(given):
     private = linear(1.0)
-    with pytest.raises(Refused, match=message):
+    ((name, value),) = given.items()
+    with pytest.raises(Refused, match=f"{name}={value}"):
         Monitor(private.engine, private.optimizer, **given)
     assert not private.optimizer.observers
 
@@ -331,12 +307,9 @@ def test_an_optimizer_of_opacus_is_refused():
         Monitor(PrivacyEngine(), DPOptimizer(sgd, **given))
 
 
-def one_of_two(rank, folder):
-    torch.distributed.init_process_group(
-        "gloo", f"file://{folder}/store", rank=rank, world_size=2
-    )
+def one_of_two():
+    rank, found = torch.distributed.get_rank(), {}
     torch.manual_seed(rank)
-    found = {}
     for s in (2.0, 0.0):
         given = {"noise_multiplier": s, "max_grad_norm": 2.0, "batch_size": 4}
         made = make_private(DPDDP(nn.Linear(50, 40)), "ghost_bk", **given)
@@ -344,16 +317,20 @@ def one_of_two(rank, folder):
         for _ in range(40 if s else 1):
             made.step(torch.zeros(4 + 2 * rank, 50), lambda m, x: m(x).sum(1) * 0)
         found[s] = monitor.state_dict()["_counts"], monitor.read()
-    torch.save(found, f"{folder}/{rank}")
-    torch.distributed.destroy_process_group()
+    return found
 
 
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")
-def test_two_processes(tmp_path):
+def jobs(folder, size):
+    return {"found": one_of_two}
+
+
+group = groups(jobs)
+
+
+@pytest.mark.thorough
+def test_two_processes(group):
     """One noise for both, which know the same of the samples of both."""
-    torch.multiprocessing.spawn(one_of_two, (str(tmp_path),), nprocs=2)
-    first, second = (torch.load(tmp_path / str(rank)) for rank in range(2))
+    first, second = group(2).of("found")
     for key, (counts, read) in first.items():
         assert torch.equal(counts, second[key][0])
         assert str(second[key][1]) == str(read)  # with nan

@@ -84,6 +84,14 @@ def batch_of(dtype=torch.float64, B=4, T=5):
     return torch.randn(B, T, 4).to(dtype)
 
 
+@contextlib.contextmanager
+def unchanged(model):
+    before = copy.deepcopy(model.state_dict())
+    yield
+    for name, x in model.state_dict().items():
+        assert torch.equal(x, before[name])
+
+
 def wide_loss(model, batch):
     return squares(model(batch).float())
 
@@ -175,17 +183,14 @@ def test_scale_must_be_positive(mode, scale):
 def test_grad_scaler(mode):
     """Refused before anything is changed; one that is switched off is let through."""
     model, batch = net(torch.float32), batch_of(torch.float32)
-    before = copy.deepcopy(model.state_dict())
     private = make_private(model, mode, batch_size=4)
     scaler = torch.amp.GradScaler("cpu", init_scale=16.0)
     losses = square_loss(private.module, batch)
     given = mode != "hooks"
     loss = private.criterion(losses, None) if given else losses.mean()
     scaler.scale(loss).backward()
-    with pytest.raises(RuntimeError, match="GradScaler.*bfloat16"):
+    with unchanged(model), pytest.raises(RuntimeError, match="GradScaler.*bfloat16"):
         scaler.step(private.optimizer)
-    for name, x in model.state_dict().items():
-        assert torch.equal(x, before[name])
     private.optimizer.zero_grad()
     private.backward(batch, square_loss)
     torch.amp.GradScaler("cpu", enabled=False).step(private.optimizer)
@@ -194,47 +199,41 @@ def test_grad_scaler(mode):
 # -- gradients that are not finite -------------------------------------------------
 
 
+def poisoned(model, batch):
+    """One sample's gradient would poison all parameters."""
+    x, poison = batch
+    return square_loss(model, x) * (1 + poison)
+
+
+def poison(bad):
+    return batch_of(), torch.tensor([0.0, 0.0, bad, 0.0])
+
+
 @every_mode
 @pytest.mark.parametrize("bad", [math.inf, math.nan])
 @pytest.mark.parametrize("clipping", ["flat", "automatic", "per_layer"])
 def test_not_finite(mode, bad, clipping):
-    """One sample's would have poisoned all parameters: it adds nothing."""
-    model, batch = net(), batch_of()
-    poison = torch.zeros(4)
-    poison[2] = bad
-
-    def loss_fn(model, batch):
-        x, poison = batch
-        return square_loss(model, x) * (1 + poison)
-
+    """It adds nothing."""
+    model = net()
     c = [1.0] * len(trainable(model)) if clipping == "per_layer" else 1.0
-    grads = oracle(model, (batch, torch.zeros(4)), loss_fn)
+    grads = oracle(model, poison(0.0), poisoned)
     good = {n: g[[0, 1, 3]] for n, g in grads.items()}
-    expected = clipped_sum(good, clipping, c)
-    before = {n: p.detach().clone() for n, p in trainable(model).items()}
-    private = make_private(
-        *(model, mode), batch_size=4, clipping=clipping, max_grad_norm=c
-    )
+    given = dict(clipping=clipping, max_grad_norm=c)
+    private = make_private(model, mode, batch_size=4, **given)
     with pytest.warns(RuntimeWarning, match="not finite"):
-        private.step((batch, poison), loss_fn)
-    got = {n: (before[n] - p.detach()) * 4 for n, p in trainable(model).items()}
-    assert_same(got, expected)
+        private.step(poison(bad), poisoned)
+    got = {n: p.grad * 4 for n, p in trainable(model).items()}
+    assert_same(got, clipped_sum(good, clipping, c))
 
 
 @every_mode
 def test_not_finite_may_raise(mode):
     """As an exception that depends on one person's data: nothing is changed."""
-    model, batch = net(), batch_of()
-    poison = torch.zeros(4)
-    poison[2] = math.inf
-    loss_fn = lambda m, b: square_loss(m, b[0]) * (1 + b[1])  # noqa: E731
-    before = copy.deepcopy(model.state_dict())
+    model = net()
     private = make_private(model, mode, batch_size=4, on_nonfinite="raise")
-    with pytest.raises(RuntimeError, match="sample 2 .* not finite"):
-        private.step((batch, poison), loss_fn)
-    for name, x in model.state_dict().items():
-        assert torch.equal(x, before[name])
-    private.step((batch, torch.zeros(4)), loss_fn)
+    with unchanged(model), pytest.raises(RuntimeError, match="sample 2 .* not finite"):
+        private.step(poison(math.inf), poisoned)
+    private.step(poison(0.0), poisoned)
     assert all(x.isfinite().all() for x in model.state_dict().values())
 
 

@@ -144,16 +144,11 @@ def loss_fn(model, inputs):
 
 
 @pytest.mark.parametrize("mode", ["ghost_bk", "ghost", "hooks", "scan"])
-def test_lora_on_quantised_layers(mode):
-    with all_double():
-        check(mode, True, quantised(Linear4bit), batch(), loss_fn)
-
-
-@pytest.mark.parametrize("mode", ["ghost_bk", "hooks"])
-def test_lora_on_quantised_layers_with_checkpointing(mode):
-    """As prepare_model_for_kbit_training leaves it."""
-    model = quantised(Linear4bit, checkpointing=True)
-    assert model.is_gradient_checkpointing
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_lora_on_quantised_layers(mode, checkpointing):
+    """With checkpointing as prepare_model_for_kbit_training leaves the model."""
+    model = quantised(Linear4bit, checkpointing)
+    assert model.is_gradient_checkpointing == checkpointing
     with all_double():
         check(mode, True, model, batch(), loss_fn)
 

@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import opacus_ext
+from tests import events
 from tests.adapter.common import EVERY_MODE
 from tests.adapter.silence_test import Hidden, Sequences, state_loss
 from tests.common import net, square_loss
@@ -187,12 +188,8 @@ LOOPS = [
     for loop in (
         loops.physical,
         loops.resumed,
-        loops.broken,
-        loops.dropped,
-        loops.left,
-        loops.evaluated,
         loops.thawed,
-        loops.passed_again,
+        *map(loops.silent, events.SILENT),
     )
 ] + [setting(name, mode="hooks", loop=loops.accumulated) for name in ("tied", "rows")]
 LOSSES = [

@@ -1,11 +1,9 @@
 """Loops: the ways in which a batch of records reaches a release, or does not."""
 
-from typing import List, Optional
+from typing import Callable, List, Optional
 
-import pytest
 import torch
 
-from opacus_ext import Refused
 from tests import events
 from tests.common import trainable
 from tests.neighbors.records import Record
@@ -38,38 +36,16 @@ def resumed(run: Run, records: List[Record]) -> torch.Tensor:
     return released
 
 
-def broken(run: Run, records: List[Record]) -> None:
-    events.broken(run.private, run.collate(records), run.setting.loss)
+def silent(name: str) -> Callable[[Run, List[Record]], None]:
+    """A loop of an event that other batches must not show."""
 
+    def loop(run: Run, records: List[Record]) -> None:
+        if records or name != "passed_again":
+            batch = run.collate(records)
+            events.SILENT[name](run.private, batch, run.setting.loss)
 
-def dropped(run: Run, records: List[Record]) -> None:
-    """A step, and a backward pass whose step never comes."""
-    run.step(run.collate(records))
-    events.dropped(run.private, run.collate(records), run.setting.loss)
-
-
-def left(run: Run, records: List[Record]) -> None:
-    """A logical batch that is left before its end."""
-    run.private.optimizer.signal_skip_step(True)
-    run.step(run.collate(records))
-    run.private.optimizer.signal_skip_step(False)
-    next(iter(run.private.loader))
-
-
-def passed_again(run: Run, records: List[Record]) -> torch.Tensor:
-    """A second backward pass is refused, and the batch is computed anew."""
-    run.private.optimizer.zero_grad()
-    if records:
-        batch = run.collate(records)
-        with pytest.raises(Refused):
-            run.backward(batch)
-            run.backward(batch)
-    run.step(run.collate(records))
-    return run.released()
-
-
-def evaluated(run: Run, records: List[Record]) -> None:
-    events.evaluated(run.private, run.collate(records), run.setting.loss)
+    loop.__name__ = name
+    return loop
 
 
 def thawed(run: Run, records: List[Record]) -> Optional[torch.Tensor]:
