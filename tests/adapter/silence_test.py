@@ -12,6 +12,7 @@ import io
 import itertools
 import pickle
 from collections import OrderedDict
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,12 +21,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations, parametrize
-from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 
 import opacus_ext
 from opacus_ext import Refused
-from tests.adapter.common import EVERY_MODE, Case, every, rows, run, steps
 from tests.common import (
     Net,
     assert_same,
@@ -37,18 +36,10 @@ from tests.common import (
     squares,
 )
 from tests.fuzz.ops import Opaque
+from tests.zoo import EVERY_MODE, Case, check, every, every_mode, ghost_modes, rows
 
 D = 3
 pytestmark = pytest.mark.filterwarnings("ignore")
-every_mode = pytest.mark.parametrize("mode", EVERY_MODE)
-ghost_modes = pytest.mark.parametrize("mode", ["ghost", "ghost_bk", "scan", "auto"])
-
-
-class Held:
-    """A plain object on a module."""
-
-    def __init__(self):
-        self.value = torch.zeros(D).double()
 
 
 class Slotted:
@@ -83,7 +74,8 @@ class Model(nn.Module):
         self.scale, self.seen, self.kept = 1.0, np.zeros(D), []
         self.register_buffer("ema", torch.zeros(D))
         self.frozen = nn.Parameter(torch.zeros(D), requires_grad=False)
-        self.held, self.queue = Held(), iter(())
+        self.held = SimpleNamespace(value=torch.zeros(D).double())
+        self.queue = iter(())
         self.most = functools.partial(sorted, reverse=True)  # which a call changes
         self.slotted, self.named = Slotted(), Named()
         self.bound, self.order = functools.partial(max, 0.0), OrderedDict(a=1, b=2)
@@ -159,28 +151,9 @@ def mean(h):
     return h.mean((0, 1))
 
 
-def attribute(m, h):
-    m.old = mean(h)
-
-
-def at_first(m, h):
-    m.old = getattr(m, "old", mean(h))
-
-
-def number(m, h):
-    m.scale = 0.9 * m.scale + float(h.mean())
-
-
-def number_at_first(m, h):
-    m.scale = float(h.std()) if m.scale == 1 else m.scale
-
-
-def shape(m, h):
-    m.scale += h[h > 0].shape[0]
-
-
-def array(m, h):
-    m.seen += mean(h).numpy()
+def puts(**values):
+    """Sets attributes, by functions of the model and its hidden values."""
+    return lambda m, h: [setattr(m, n, of(m, h)) for n, of in values.items()]
 
 
 def replaced_list(m, h):
@@ -191,65 +164,73 @@ def replaced_list(m, h):
         m.kept.append(mean(h))
 
 
-def data(m, h):
-    m.frozen.data = m.frozen.data + mean(h)
+def number(h):
+    return float(h.mean())
 
 
-def number_in_data(m, h):
-    m.frozen.data.fill_(h.mean().item())
+def array(m, h):
+    m.seen += mean(h).numpy()
 
 
 def of_class(m, h):
-    type(m).total += float(h.mean())
+    type(m).total += number(h)
 
 
-def iterator(m, h):
-    m.queue = iter([mean(h).tolist()])
-
-
-def long_list(m, h):
-    m.many[7] = float(h.mean())
-
-
-def ema(m, h):
-    m.ema.data.mul_(0.9).add_(mean(h))
-
-
-def of_named(m, h):
-    m.named.value = float(h.mean())
-
-
-def bound(m, h):
-    m.bound = functools.partial(max, float(h.mean()))
-
-
-def bank(m, h):
-    """Writes an entry that is not among those compared."""
-    m.bank = m.bank.index_fill(0, torch.tensor([1]), float(h.mean()))
+def old(m):
+    return getattr(m, "old", 0)
 
 
 # By the name that the error says: what is added to the next batch, and what keeps it.
 PLACES = [
-    ("scale", lambda m: m.scale, number),
-    ("scale", lambda m: m.scale, number_at_first),
-    ("scale", lambda m: m.scale, shape),
+    (
+        "scale",
+        lambda m: m.scale,
+        puts(scale=lambda m, h: 0.9 * m.scale + number(h)),
+    ),
+    (
+        "scale",
+        lambda m: m.scale,
+        puts(scale=lambda m, h: float(h.std()) if m.scale == 1 else m.scale),
+    ),
+    ("scale", lambda m: m.scale, puts(scale=lambda m, h: m.scale + len(h[h > 0]))),
     ("seen", lambda m: torch.from_numpy(m.seen.copy()), array),
     ("kept", lambda m: sum(m.kept[-1:]), lambda m, h: m.kept.append(mean(h))),
     ("kept", lambda m: sum(m.kept[:1]), replaced_list),
-    ("ema", lambda m: m.ema.clone(), ema),
-    ("old", lambda m: getattr(m, "old", 0), attribute),
-    ("old", lambda m: getattr(m, "old", 0), at_first),
+    ("ema", lambda m: m.ema.clone(), lambda m, h: m.ema.data.mul_(0.9).add_(mean(h))),
+    ("old", old, puts(old=lambda m, h: mean(h))),
+    ("old", old, puts(old=lambda m, h: getattr(m, "old", mean(h)))),
     ("held", lambda m: m.held.value, lambda m, h: m.held.value.data.add_(mean(h))),
     ("frozen", lambda m: m.frozen, lambda m, h: m.frozen.data.fill_(h.mean())),
-    ("frozen", lambda m: m.frozen, data),
+    (
+        "frozen",
+        lambda m: m.frozen,
+        lambda m, h: setattr(m.frozen, "data", m.frozen.data + mean(h)),
+    ),
     ("Model.total", lambda m: m.total, of_class),
-    ("queue", lambda m: torch.tensor(list(m.queue)).sum(0), iterator),
-    ("many", lambda m: m.many[7], long_list),
+    (
+        "queue",
+        lambda m: torch.tensor(list(m.queue)).sum(0),
+        puts(queue=lambda m, h: iter([mean(h).tolist()])),
+    ),
+    ("many", lambda m: m.many[7], lambda m, h: m.many.__setitem__(7, number(h))),
     ("hidden", lambda m: 0.0, lambda m, h: m.hidden[0].to(h)(h)),
-    ("slotted", lambda m: m.slotted.set(), lambda m, h: m.slotted.set(float(h.mean()))),
-    ("named", lambda m: m.named.value, of_named),
-    ("bound", lambda m: m.bound.args[0], bound),
-    ("bank", lambda m: m.bank[1].clone(), bank),
+    ("slotted", lambda m: m.slotted.set(), lambda m, h: m.slotted.set(number(h))),
+    (
+        "named",
+        lambda m: m.named.value,
+        lambda m, h: setattr(m.named, "value", number(h)),
+    ),
+    (
+        "bound",
+        lambda m: m.bound.args[0],
+        puts(bound=lambda m, h: functools.partial(max, number(h))),
+    ),
+    # An entry that is not among those compared.
+    (
+        "bank",
+        lambda m: m.bank[1].clone(),
+        puts(bank=lambda m, h: m.bank.index_fill(0, torch.tensor([1]), number(h))),
+    ),
 ]
 
 
@@ -305,7 +286,7 @@ def no_zeros(m, h, x):
 
 STATE["flag of two and two"] = Case(model(by_branch), two_and_two(), "changes flag")
 STATE["frozen of two alike"] = Case(
-    keeping(lambda m: m.frozen, number_in_data),
+    keeping(lambda m: m.frozen, lambda m, h: m.frozen.data.fill_(h.mean().item())),
     [x[:1].repeat(2, 1, 1) for x in rows(2, 2)],
     "changes frozen",
 )
@@ -736,13 +717,13 @@ CLIPS = Case(model(lambda m, h, x: m.two(Clips.apply(h))), X)
 @ghost_modes
 def test_backward_passes_that_are_not_linear(mode):
     """In "hooks" they see the gradient of the mean, as without privacy."""
-    run(CLIPS, mode)
+    check(CLIPS, mode)
 
 
 def test_backward_passes_that_differ(monkeypatch):
     """One gave the norms, the other the sum."""
     monkeypatch.setattr(Clips, "calls", itertools.count(1))
-    run(CLIPS._replace(refused="gave other gradients"), "ghost")
+    check(CLIPS._replace(refused="gave other gradients"), "ghost")
 
 
 # -- parameters that come later --------------------------------------------------------
@@ -790,19 +771,6 @@ KERNELS = {
 }
 
 
-def recomputed(m, x):
-    h = checkpoint(m.two, m.one(x), use_reentrant=False)
-    return m.three(h.tanh())
-
-
-RECOMPUTED = net(
-    *(recomputed,),
-    **dict(one=(D, D), three=(D, 3)),
-    two=lambda: nn.Linear(D, D).requires_grad_(False),
-)
-FROZEN = {"and checkpointed": Case(RECOMPUTED, X, modes=EVERY_MODE)}
-
-
 @every(
     leave=LEAVE,
     state=STATE,
@@ -813,10 +781,9 @@ FROZEN = {"and checkpointed": Case(RECOMPUTED, X, modes=EVERY_MODE)}
     hooks=HOOKS,
     later=LATER,
     kernels=KERNELS,
-    frozen=FROZEN,
 )
 def test_exact_or_refused(case, mode, wrap):
-    run(case, mode, wrap)
+    check(case, mode, wrap)
 
 
 class Hides(torch.autograd.Function):
@@ -873,17 +840,21 @@ def test_a_rule_of_vmap_that_hides_a_write(op):
     assert not private.module.ema.any()
 
 
+def cached(m, batch):
+    with parametrize.cached():
+        return squares(m(batch))
+
+
+def computed():
+    made = Model(plain)
+    parametrizations.weight_norm(made.one)
+    return made
+
+
 @pytest.mark.parametrize("mode", ["hooks", "ghost", "ghost_bk"])
 def test_weights_that_are_computed_once(mode):
     """What is tried beforehand, without gradients, is not what they are."""
-    made = Model(plain)
-    parametrizations.weight_norm(made.one)
-
-    def cached(m, batch):
-        with parametrize.cached():
-            return squares(m(batch))
-
-    steps(made, X, mode, loss_fn=cached)
+    check(Case(computed, X, loss=cached), mode)
 
 
 # -- criteria --------------------------------------------------------------------------
@@ -1084,7 +1055,7 @@ def test_what_a_trial_leaves_for_good_is_refused():
         return attends(m, h, x, mask)
 
     case = Case(model(remembers), MASKS, "changes seen", batched=[0])
-    run(case, "ghost_bk")
+    check(case)
     private = private_model("ghost_bk", Model(remembers))
     for _ in range(2):  # not at the first call alone
         with pytest.raises(Refused, match="changes seen"):

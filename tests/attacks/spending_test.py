@@ -14,7 +14,7 @@ import opacus_ext  # noqa: F401
 from opacus_ext import Refused
 from opacus_ext.losses import PerSample
 from opacus_ext.statement import read_statement
-from tests.adapter.common import EVERY_MODE
+from tests.zoo import EVERY_MODE
 from tests.common import assert_same, clipped_sum, make_private, oracle, square_loss
 
 pytestmark = pytest.mark.filterwarnings("ignore")

@@ -17,7 +17,7 @@ from torch import nn
 from opacus_ext import Refused
 from opacus_ext.grad_sample.core import clip, gradients
 from tests import events
-from tests.adapter.common import EVERY_MODE
+from tests.zoo import EVERY_MODE
 from tests.common import (
     CLIPPINGS,
     Private,

@@ -13,7 +13,7 @@ from opacus_ext.grad_sample.factors import OneHot, places
 from opacus_ext.grad_sample.factors.grad_sample import Method, OuterProducts
 from opacus_ext.models import DPFormer
 from tests.common import Net, make_private, square_loss
-from tests.grad_samples.models import IDS, D
+from tests.zoo import WITH_IDS as IDS, D
 from tests.grad_samples.rule_case import BOTH, exact
 from tests.releases_test import prior_of
 

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import opacus_ext
-from tests.adapter.common import EVERY_MODE
+from tests.zoo import EVERY_MODE
 from tests.adapter.silence_test import Hidden, Sequences, state_loss
 from tests.common import net, square_loss
 from tests.fuzz.ops import UNARY
