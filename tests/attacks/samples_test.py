@@ -37,8 +37,9 @@ from tests.common import (
     trainable,
 )
 from tests.fuzz.ops import Opaque
-from tests.zoo import EVERY_MODE, Case, every_mode, rows
+from tests.zoo import EVERY_MODE, Case
 from tests.zoo import check as check_steps
+from tests.zoo import every_mode, rows
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 C = 1.0
