@@ -12,7 +12,6 @@ from torch.utils._pytree import register_pytree_node
 from torch.utils.data import Dataset, default_collate
 
 from opacus_ext import Refused
-from opacus_ext.grad_sample.adapter.inputs import InputReader
 from tests.common import (
     assert_same,
     clipped_sum,
@@ -406,30 +405,6 @@ def test_shared_inputs_have_names():
     """What is no input is refused by make_private."""
     with pytest.raises(Refused, match=r"shared=\['bank'\] are no inputs of WithTable"):
         Loop(CASES["a table"]._replace(kwargs=dict(shared=["bank"])), "hooks")
-
-
-def test_one_record_beside_a_table_that_comes_first():
-    """Where the loop may be at one record, or at as many as the table has rows."""
-
-    class TableFirst(WithTable):
-        def forward(self, table, x):
-            return super().forward(x, table)
-
-    reader = InputReader(TableFirst())
-    reader.drawn = [1, K]
-    with pytest.raises(Refused, match=r"table \(4, 3\) is not as long"):
-        reader.read((torch.ones(K, D), torch.ones(1, T, D)), {})
-
-
-def test_several_inputs_are_refused_at_once():
-    class Adds(Model):
-        def forward(self, x, one, two):
-            return super().forward(x) + one.sum() + two.sum()
-
-    private = make_private(Adds(), "hooks", batch_size=3)
-    words = r"one \(4, 3\) .*two \(5,\) is not as long.*shared=\['one', 'two'\]"
-    with pytest.raises(Refused, match=words):
-        private.module(torch.ones(3, T, D), torch.ones(K, D), torch.ones(5))
 
 
 # -- what is computed from outputs -----------------------------------------------------

@@ -32,7 +32,6 @@ from tests.fuzz import ops
 from tests.zoo import (
     ALIKE,
     BAG,
-    FLOATS,
     LOSSES,
     MODELS,
     PIECES,
@@ -113,20 +112,6 @@ def test_parametrized_weights(way):
     assert_same(got, clipped_sum(grads, "flat", bound))
     for buffer, expected in zip(model.buffers(), alone[0].buffers()):
         assert torch.equal(buffer, expected)
-
-
-def test_a_layer_that_is_unfrozen_later():
-    model, x = FLOATS["video"]().double(), torch.randn(4, 3, D).double()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    model.lstm.requires_grad_(False)
-    private = make_private(model, "ghost_bk", batch_size=4, optimizer=optimizer)
-    private.step(x, square_loss)
-    model.lstm.requires_grad_(True)
-    plain = FLOATS["video"]().double()
-    plain.load_state_dict(model.state_dict())
-    private.step(x, square_loss)
-    got = {n: p.grad * 4 for n, p in model.named_parameters()}
-    assert_same(got, clipped_sum(oracle(plain, x, square_loss)))
 
 
 @pytest.mark.parametrize(
