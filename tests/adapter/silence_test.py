@@ -151,9 +151,21 @@ def mean(h):
     return h.mean((0, 1))
 
 
-def puts(**values):
-    """Sets attributes, by functions of the model and its hidden values."""
-    return lambda m, h: [setattr(m, n, of(m, h)) for n, of in values.items()]
+def number(h):
+    return float(h.mean())
+
+
+def place(owner, key, value=number, first=None):
+    """What is at an attribute or an item is added, and then is the value."""
+
+    def swap(m, h):
+        at, name = owner(m), isinstance(key, str)
+        old = getattr(at, key, 0) if name else at[key]
+        new = value(h) if first is None or old == first else old
+        setattr(at, key, new) if name else at.__setitem__(key, new)
+        return old
+
+    return swap
 
 
 def replaced_list(m, h):
@@ -162,88 +174,76 @@ def replaced_list(m, h):
         m.kept = list(m.kept)  # equal, but another
     if m.scale > 3:
         m.kept.append(mean(h))
+    return sum(m.kept[:1])
 
 
-def number(h):
-    return float(h.mean())
+def data(tensor):
+    """As of an average, whose version does not count."""
+
+    def swap(m, h):
+        old = tensor(m).clone()
+        tensor(m).data.mul_(0.9).add_(mean(h))
+        return old
+
+    return swap
 
 
-def array(m, h):
-    m.seen += mean(h).numpy()
+def iterated(m, h):
+    old, m.queue = list(m.queue), iter([mean(h).tolist()])
+    return torch.tensor(old).sum(0)
 
 
-def of_class(m, h):
-    type(m).total += number(h)
+def bound(m, h):
+    old, m.bound = m.bound.args[0], functools.partial(max, number(h))
+    return old
 
 
-def old(m):
-    return getattr(m, "old", 0)
+def slotted(m, h):
+    old = m.slotted.set()
+    m.slotted.set(number(h))
+    return old
 
 
-# By the name that the error says: what is added to the next batch, and what keeps it.
+def running(m, h):
+    m.hidden[0].to(h)(h)
+    return 0.0
+
+
+def itself(m):
+    return m
+
+
+# By the name that the error says: what keeps a number of a batch, and gives the last.
 PLACES = [
-    (
-        "scale",
-        lambda m: m.scale,
-        puts(scale=lambda m, h: 0.9 * m.scale + number(h)),
-    ),
-    (
-        "scale",
-        lambda m: m.scale,
-        puts(scale=lambda m, h: float(h.std()) if m.scale == 1 else m.scale),
-    ),
-    ("seen", lambda m: torch.from_numpy(m.seen.copy()), array),
-    ("kept", lambda m: sum(m.kept[:1]), replaced_list),
-    ("ema", lambda m: m.ema.clone(), lambda m, h: m.ema.data.mul_(0.9).add_(mean(h))),
-    ("old", old, puts(old=lambda m, h: mean(h))),
-    ("old", old, puts(old=lambda m, h: getattr(m, "old", mean(h)))),
-    ("held", lambda m: m.held.value, lambda m, h: m.held.value.data.add_(mean(h))),
-    (
-        "frozen",
-        lambda m: m.frozen,
-        lambda m, h: setattr(m.frozen, "data", m.frozen.data + mean(h)),
-    ),
-    ("Model.total", lambda m: m.total, of_class),
-    (
-        "queue",
-        lambda m: torch.tensor(list(m.queue)).sum(0),
-        puts(queue=lambda m, h: iter([mean(h).tolist()])),
-    ),
-    ("many", lambda m: m.many[7], lambda m, h: m.many.__setitem__(7, number(h))),
-    ("hidden", lambda m: 0.0, lambda m, h: m.hidden[0].to(h)(h)),
-    ("slotted", lambda m: m.slotted.set(), lambda m, h: m.slotted.set(number(h))),
-    (
-        "named",
-        lambda m: m.named.value,
-        lambda m, h: setattr(m.named, "value", number(h)),
-    ),
-    (
-        "bound",
-        lambda m: m.bound.args[0],
-        puts(bound=lambda m, h: functools.partial(max, number(h))),
-    ),
-    # An entry that is not among those compared.
-    (
-        "bank",
-        lambda m: m.bank[1].clone(),
-        puts(bank=lambda m, h: m.bank.index_fill(0, torch.tensor([1]), number(h))),
-    ),
+    ("scale", place(itself, "scale")),
+    ("scale", place(itself, "scale", lambda h: float(h.std()), first=1.0)),
+    ("old", place(itself, "old", mean)),
+    ("old", place(itself, "old", mean, first=0)),
+    ("seen", place(lambda m: m.seen, 0)),
+    ("ema", place(lambda m: m.ema, 0)),
+    ("ema", data(lambda m: m.ema)),
+    ("held", data(lambda m: m.held.value)),
+    ("frozen", place(lambda m: m.frozen, "data", lambda h: mean(h).clone())),
+    ("Model.total", place(type, "total")),
+    ("many", place(lambda m: m.many, 7)),
+    ("named", place(lambda m: m.named, "value")),
+    ("bank", place(lambda m: m.bank, 1)),  # is not among the entries compared
+    ("kept", replaced_list),
+    ("queue", iterated),
+    ("hidden", running),
+    ("slotted", slotted),
+    ("bound", bound),
 ]
 
 
-def keeping(read, write):
-    def then(m, h, x):
-        old = read(m)
-        write(m, h.detach())
-        return m.two(h + old)
-
-    return model(then)
+def keeping(swap):
+    return model(lambda m, h, x: m.two(h + swap(m, h.detach())))
 
 
 STATE = {
-    f"{name} {i} of {size}": Case(keeping(*how), batches, rf"Model.*changes {name}")
+    f"{name} {i} of {size}": Case(keeping(swap), batches, rf"Model.*changes {name}")
     for size, batches in (("some", X), ("one", ONES))
-    for i, (name, *how) in enumerate(PLACES)
+    for i, (name, swap) in enumerate(PLACES)
 }
 
 
@@ -283,7 +283,7 @@ def no_zeros(m, h, x):
 
 STATE["flag of two and two"] = Case(model(by_branch), two_and_two(), "changes flag")
 STATE["frozen of two alike"] = Case(
-    keeping(lambda m: m.frozen, lambda m, h: m.frozen.data.fill_(h.mean().item())),
+    keeping(lambda m, h: m.frozen.data.fill_(h.mean().item())),
     [x[:1].repeat(2, 1, 1) for x in rows(2, 2)],
     "changes frozen",
 )

@@ -545,8 +545,6 @@ def test_copies_of_two_users():
 
 # -- draws without records -------------------------------------------------------------
 
-Pair = collections.namedtuple("Pair", "x text")
-
 
 class Batch(collections.UserDict):
     """As a BatchEncoding of transformers is."""
@@ -590,16 +588,10 @@ EMPTY = {
 #: What a record is, how a batch is made, and the batch of none.
 DRAWS = {
     "tensors and text": (lambda x, i: (x, f"text {i}"), None, [NONE, ()]),
-    "a dict": (lambda x, i: {"x": x, "of": "abcd"[i]}, None, {"x": NONE, "of": []}),
     "words": (
         lambda x, i: {"x": x, "words": ["a", "b"]},
         None,
         {"x": NONE, "words": [(), ()]},
-    ),
-    "a named tuple": (
-        lambda *record: record,
-        lambda records: Pair(listed(records)["x"], listed(records)["names"]),
-        Pair(NONE, []),
     ),
     "all kinds": (lambda *record: record, listed, EMPTY),
     "a user's dict": (
