@@ -46,8 +46,9 @@ from tests.common import (
     run_mode,
     square_loss,
 )
-from tests.training import SHORT
 from tests.zoo import EVERY_MODE, MODES, every_mode
+
+from .front_ends import lightning_of, trainer_of
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -975,20 +976,10 @@ class Classifier(nn.Linear):
         return {"loss": F.cross_entropy(logits, y), "logits": logits}
 
 
-def trainer_of(folder, data, *callbacks):
-    transformers = pytest.importorskip("transformers")
-    from opacus_ext.trainer import PrivacyArguments, PrivateTrainer
-
-    given = dict(max_steps=4, gradient_accumulation_steps=2, output_dir=str(folder))
-    given.update(per_device_train_batch_size=2)
-    privacy = dict(noise_multiplier=1.0, target_delta=1e-3, privacy_seed=1)
-    return PrivateTrainer(
-        Classifier(3, 2),
-        transformers.TrainingArguments(**{**SHORT, **given}),
-        train_dataset=data,
-        privacy=PrivacyArguments(**privacy, grad_sample_mode="ghost_bk"),
-        callbacks=[*callbacks],
-    )
+def classifier(folder, data, *callbacks):
+    given = dict(max_steps=4, per_device_train_batch_size=2)
+    given.update(privacy=dict(privacy_seed=1))
+    return trainer_of(folder, Classifier(3, 2), data, *callbacks, **given)
 
 
 HOOKS = "on_step_end", "on_substep_end", "on_step_begin", "on_pre_optimizer_step"
@@ -1016,7 +1007,7 @@ def test_a_callback_that_changes_what_a_run_rests_on(
 
     setattr(Changes, hook, act)
     data = [{"x": torch.randn(3), "y": i % 2} for i in range(8)]
-    trainer = trainer_of(tmp_path, data, Notes(), Changes())
+    trainer = classifier(tmp_path, data, Notes(), Changes())
     if parameter is None:
         trainer.train()
         trainer.args.per_device_train_batch_size = 4  # of the next run
@@ -1039,7 +1030,7 @@ def foreign(fetcher):
 #: What is changed in Lightning: (trainer, module, callback) are the attributes.
 IN_LIGHTNING = [
     ("max_steps", "trainer.fit_loop.epoch_loop.max_steps", lambda x: 9),
-    ("max_epochs", "trainer.fit_loop.max_epochs", lambda x: 9),
+    ("max_epochs", "trainer.fit_loop.max_epochs", twice),
     ("limit_train_batches", "trainer.limit_train_batches", lambda x: 2),
     ("accumulate_grad_batches", "trainer.accumulate_grad_batches", lambda x: 2),
     (
@@ -1064,40 +1055,6 @@ IN_LIGHTNING = [
 ]
 
 
-def lightning_of(*callbacks, automatic=True):
-    """``fit(loader)`` of a trainer, its module and its privacy."""
-    L = pytest.importorskip("lightning")
-    from opacus_ext.lightning import PrivacyCallback
-
-    class Module(L.LightningModule):
-        def __init__(self):
-            super().__init__()
-            self.layer, self.criterion = nn.Linear(3, 2), nn.CrossEntropyLoss()
-            self.automatic_optimization = automatic
-
-        def forward(self, x):
-            return self.layer(x)
-
-        def training_step(self, batch, i):
-            loss = self.criterion(self(batch[0]), batch[1])
-            if automatic:
-                return loss
-            optimizer = self.optimizers()
-            optimizer.zero_grad()
-            self.manual_backward(loss)
-            optimizer.step()
-
-        def configure_optimizers(self):
-            return torch.optim.SGD(self.parameters(), 0.1)
-
-    given = dict(target_delta=1e-3, noise_multiplier=1.0, seed=1)
-    privacy = PrivacyCallback(**given, grad_sample_mode="ghost_bk")
-    off = dict(logger=False, enable_checkpointing=False, enable_progress_bar=False)
-    off.update(accelerator="cpu", enable_model_summary=False)
-    given = dict(max_steps=4, max_epochs=5, callbacks=[privacy, *callbacks])
-    return L.Trainer(**given, **off), Module(), privacy
-
-
 @changes(IN_LIGHTNING)
 @pytest.mark.parametrize("automatic", [True, False])
 def test_a_lightning_callback_that_changes_what_a_run_rests_on(
@@ -1113,7 +1070,8 @@ def test_a_lightning_callback_that_changes_what_a_run_rests_on(
             if len(weights) == 2:
                 put(path, change)(self)
 
-    trainer, module, privacy = lightning_of(Changes(), automatic=automatic)
+    given = nn.Linear(3, 2), None, Changes()
+    trainer, module, privacy = lightning_of(*given, automatic=automatic, seed=1)
     data = [(torch.randn(3), i % 2) for i in range(8)]
     refused = pytest.raises(Refused) if parameter else contextlib.nullcontext()
     with refused as caught:
@@ -1126,9 +1084,9 @@ def test_a_lightning_callback_that_changes_what_a_run_rests_on(
 
 def test_copies_are_refused_by_trainers_and_lightning(tmp_path):
     with pytest.raises(Refused, match="Records 3 and 8") as caught:
-        trainer_of(tmp_path, [*LIST, LIST[3]])
+        classifier(tmp_path, [*LIST, LIST[3]])
     assert caught.value.parameter == "train_dataset"
-    trainer, module, _ = lightning_of()
+    trainer, module, _ = lightning_of(nn.Linear(3, 2), None)
     with pytest.raises(Refused, match="Records 0 and 1") as caught:
         trainer.fit(module, DataLoader(part(2, 2, 1), batch_size=2))
     assert caught.value.parameter == "train_dataloaders"

@@ -19,9 +19,9 @@ from opacus_ext import PrivacyEngine, Refused
 from opacus_ext.losses import PerSample
 from opacus_ext.optimizers import Banded
 from opacus_ext.statement import read_statement
-from tests.training import SHORT
 from tests.zoo import every_mode
 
+from .front_ends import lightning_of, trainer_of
 from .observer import LR, RECORDS, Model, Observer, steps_of
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -224,8 +224,7 @@ def test_draws_by_workers():
 
 # -- front ends ------------------------------------------------------------------------
 
-PRIVACY = dict(noise_multiplier=SIGMA, target_delta=DELTA, accountant="prv")
-PRIVACY.update(grad_sample_mode="ghost_bk")
+PRIVACY = dict(noise_multiplier=SIGMA, accountant="prv")
 
 
 def by_accelerate():
@@ -237,50 +236,29 @@ def by_accelerate():
 
 
 def by_trainer(folder, observer=None, cls=None, resume=None, **given):
-    transformers = pytest.importorskip("transformers")
-    from opacus_ext.trainer import PrivacyArguments, PrivateTrainer
-
     observer = observer or Observer(named=True)
-    arguments = dict(SHORT, max_steps=STEPS, learning_rate=LR, output_dir=str(folder))
-    arguments.update(
-        lr_scheduler_type="constant", per_device_train_batch_size=SIZE // 2
-    )
-    trainer = (cls or PrivateTrainer)(
-        observer.model,
-        transformers.TrainingArguments(**{**arguments, **given}),
-        train_dataset=observer,
-        optimizers=(observer.optimizer, None),
-        privacy=PrivacyArguments(**PRIVACY, per_sample_max_grad_norm=BOUND),
+    trainer = trainer_of(
+        *(folder, observer.model, observer),
+        cls=cls,
+        optimizer=observer.optimizer,
+        privacy=dict(PRIVACY, per_sample_max_grad_norm=BOUND),
+        max_steps=STEPS,
+        learning_rate=LR,
+        lr_scheduler_type="constant",
+        per_device_train_batch_size=SIZE // 2,
+        **given,
     )
     trainer.train(resume_from_checkpoint=resume)
     return observer, trainer.engine
 
 
 def by_lightning(observer=None, *callbacks):
-    L = pytest.importorskip("lightning.pytorch")
-    from opacus_ext.lightning import PrivacyCallback
-
     observer = observer or Observer()
-
-    class Module(L.LightningModule):
-        def __init__(self):
-            super().__init__()
-            self.inner, self.criterion = observer.model, torch.nn.CrossEntropyLoss()
-
-        def forward(self, x):
-            return self.inner(x)
-
-        def training_step(self, batch, i):
-            return self.criterion(self(batch[0]), batch[1])
-
-        def configure_optimizers(self):
-            return observer.optimizer
-
-    privacy = PrivacyCallback(**PRIVACY, max_grad_norm=BOUND)
-    off = dict(logger=False, enable_checkpointing=False, enable_progress_bar=False)
-    off.update(accelerator="cpu", enable_model_summary=False)
-    trainer = L.Trainer(callbacks=[privacy, *callbacks], max_steps=STEPS, **off)
-    trainer.fit(Module(), DataLoader(observer, batch_size=SIZE))
+    given = observer.model, observer.optimizer, *callbacks
+    trainer, module, privacy = lightning_of(
+        *given, steps=STEPS, max_grad_norm=BOUND, **PRIVACY
+    )
+    trainer.fit(module, DataLoader(observer, batch_size=SIZE))
     return observer, privacy.engine
 
 
