@@ -17,7 +17,6 @@ from torch import nn
 from opacus_ext import Refused
 from opacus_ext.grad_sample.core import clip, gradients
 from tests import events
-from tests.zoo import EVERY_MODE
 from tests.common import (
     CLIPPINGS,
     Private,
@@ -30,6 +29,7 @@ from tests.common import (
     trainable,
 )
 from tests.fuzz.programs import Batch, Program, batch_of, batched, loss_of
+from tests.zoo import EVERY_MODE
 
 HUGE, TINY = 1e6, 1e-9  # norms beyond which no digits are left to compare
 

@@ -7,7 +7,6 @@ from torch import nn
 from torch.nn import functional as F
 
 import opacus_ext
-from tests.zoo import EVERY_MODE
 from tests.adapter.silence_test import Hidden, Sequences, state_loss
 from tests.common import net, square_loss
 from tests.fuzz.ops import UNARY
@@ -24,6 +23,7 @@ from tests.neighbors.records import (
     with_states,
 )
 from tests.neighbors.search import Setting
+from tests.zoo import EVERY_MODE
 
 D, V = 3, 6
 # One pass or two, sums or all gradients, samples together or one by one; other modes
