@@ -73,14 +73,18 @@ class Case(NamedTuple):
     tolerance: float = 1e-7
 
 
+def refused(said: Optional[str]) -> Any:
+    """A context in which an error says this; None if there must be none."""
+    if said is None:
+        return contextlib.nullcontext()
+    return pytest.raises(Refused, match=said)
+
+
 def check(case: Case, mode: str = "ghost_bk", wrapped: bool = True) -> Any:
     """Trains the model of a case, or has it refused; the private run of its mode."""
     torch.manual_seed(0)
-    refused = contextlib.nullcontext()
-    if case.refused is not None:
-        refused = pytest.raises(Refused, match=case.refused)
     private = None
-    with warnings.catch_warnings(record=True) as caught, refused:
+    with warnings.catch_warnings(record=True) as caught, refused(case.refused):
         warnings.simplefilter("always")
         private = _train(case, mode, wrapped)
     said = "\n".join(str(warning.message) for warning in caught)
@@ -135,17 +139,17 @@ def _function(case: Case, model: nn.Module, bound: float, compiled: bool) -> Cal
     """A step by clipped_grads, whose norms and gradients are compared as well."""
     params = dict(model.named_parameters())
 
-    def loss(sample: Any) -> torch.Tensor:
+    def loss(sample):
         return case.loss(model, sample).sum()
 
-    def clip(batch: Any) -> Any:
+    def clip(batch):
         return clipped_grads(loss, params, batch, bound, **case.kwargs)
 
     if compiled:
         torch._dynamo.reset()
         clip = torch.compile(clip, backend="aot_eager", fullgraph=True)
 
-    def step(batch: Any, grads: dict) -> dict:
+    def step(batch, grads):
         found = clip(batch)
         # What cancels leaves the rounding of squares, under the root.
         torch.testing.assert_close(found.norms, norms_of(grads), rtol=1e-8, atol=1e-6)
@@ -168,11 +172,12 @@ def every(**tables: dict) -> Any:
     params = []
     for table, cases in tables.items():
         for number, (name, case) in enumerate(cases.items()):
-            ways = [(mode, True) for mode in (case.modes if number else EVERY_MODE)]
-            for mode, wrap in ways + [("ghost_bk", False)] * (not number):
-                way = mode if wrap else "nowrap"
-                label = f"{table}: {name}-{way}"
-                params.append(pytest.param(case, mode, wrap, id=label))
+            ways = {mode: (mode, True) for mode in case.modes}
+            if number == 0:
+                ways = {mode: (mode, True) for mode in EVERY_MODE}
+                ways["nowrap"] = "ghost_bk", False
+            for label, way in ways.items():
+                params.append(pytest.param(case, *way, id=f"{table}: {name}-{label}"))
     return pytest.mark.parametrize("case, mode, wrap", params)
 
 

@@ -155,14 +155,22 @@ def number(h):
     return float(h.mean())
 
 
-def place(owner, key, value=number, first=None):
-    """What is at an attribute or an item is added, and then is the value."""
+def attribute(owner, name, value=number, first=None):
+    """What is there is added, and then is the value of the batch."""
 
     def swap(m, h):
-        at, name = owner(m), isinstance(key, str)
-        old = getattr(at, key, 0) if name else at[key]
-        new = value(h) if first is None or old == first else old
-        setattr(at, key, new) if name else at.__setitem__(key, new)
+        old = getattr(owner(m), name, 0)
+        if first is None or old == first:
+            setattr(owner(m), name, value(h))
+        return old
+
+    return swap
+
+
+def item(owner, i):
+    def swap(m, h):
+        old = 1 * owner(m)[i]
+        owner(m)[i] = number(h)
         return old
 
     return swap
@@ -215,19 +223,19 @@ def itself(m):
 
 # By the name that the error says: what keeps a number of a batch, and gives the last.
 PLACES = [
-    ("scale", place(itself, "scale")),
-    ("scale", place(itself, "scale", lambda h: float(h.std()), first=1.0)),
-    ("old", place(itself, "old", mean)),
-    ("old", place(itself, "old", mean, first=0)),
-    ("seen", place(lambda m: m.seen, 0)),
-    ("ema", place(lambda m: m.ema, 0)),
+    ("scale", attribute(itself, "scale")),
+    ("scale", attribute(itself, "scale", lambda h: float(h.std()), first=1.0)),
+    ("old", attribute(itself, "old", mean)),
+    ("old", attribute(itself, "old", mean, first=0)),
+    ("seen", item(lambda m: m.seen, 0)),
+    ("ema", item(lambda m: m.ema, 0)),
     ("ema", data(lambda m: m.ema)),
     ("held", data(lambda m: m.held.value)),
-    ("frozen", place(lambda m: m.frozen, "data", lambda h: mean(h).clone())),
-    ("Model.total", place(type, "total")),
-    ("many", place(lambda m: m.many, 7)),
-    ("named", place(lambda m: m.named, "value")),
-    ("bank", place(lambda m: m.bank, 1)),  # is not among the entries compared
+    ("frozen", attribute(lambda m: m.frozen, "data", lambda h: mean(h).clone())),
+    ("Model.total", attribute(type, "total")),
+    ("many", item(lambda m: m.many, 7)),
+    ("named", attribute(lambda m: m.named, "value")),
+    ("bank", item(lambda m: m.bank, 1)),  # is not among the entries compared
     ("kept", replaced_list),
     ("queue", iterated),
     ("hidden", running),
@@ -613,7 +621,7 @@ TABLES = {
 }
 
 
-def in_place(then):
+def in_attribute(then):
     """Code that writes to its inputs, and what may follow in the forward."""
 
     def doubles(m, x):
@@ -625,9 +633,9 @@ def in_place(then):
 
 
 IN_PLACE = {
-    "plain": in_place(lambda m, h: m.two(h)),
-    "branches": in_place(lambda m, h: m.two(2 * h if h.sum() > 0 else h)),
-    "no vmap": in_place(lambda m, h: m.two(Opaque.apply(h))),
+    "plain": in_attribute(lambda m, h: m.two(h)),
+    "branches": in_attribute(lambda m, h: m.two(2 * h if h.sum() > 0 else h)),
+    "no vmap": in_attribute(lambda m, h: m.two(Opaque.apply(h))),
 }
 
 # -- hooks and backward passes ---------------------------------------------------------
