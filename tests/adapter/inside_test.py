@@ -93,35 +93,6 @@ def test_losses(name, recwarn):
     assert bool(programs.programs) == (reason is None)
 
 
-@pytest.mark.parametrize("mode", ["ghost", "ghost_bk"])
-def test_numbers_and_tensors_that_change(mode):
-    """What all samples share, and bounds, are arguments of one program."""
-    model, plain = build().double(), build().double()
-    private = private_of(model, mode)
-
-    def loss(m, sample):
-        return (m(sample["x"]) * sample["scale"]).square().sum()
-
-    for bound in (0.1, 0.2, 0.3, 0.4, 0.5):
-        x, scale = torch.randn(4, 4).double(), torch.randn(3)
-
-        (some,), _ = samples_of({"x": x, "scale": x})
-        some.by_sample[1], some.leaves[1] = False, scale
-
-        def alone(m, x):
-            return loss(m, {"x": x, "scale": scale})[None]
-
-        plain.load_state_dict(model.state_dict())
-        grads = oracle(plain, x, alone)
-        private.optimizer.max_grad_norm = bound
-        backward(private, loss, x, [some])
-        got = {n: p.grad for n, p in trainable(model).items()}
-        assert_same(got, clipped_sum(grads, "flat", bound), 1e-8)
-        private.optimizer.step()
-    (programs,) = private.handle.private._compiled.values()
-    assert programs.programs < 3  # Dynamo may begin again
-
-
 def test_a_sample_that_is_not_finite():
     """It is dropped with a warning, or refused, as in eager steps."""
     model, plain = build().double(), build().double()

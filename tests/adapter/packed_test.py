@@ -10,10 +10,11 @@ from torch.nn.utils.rnn import (
     pack_sequence,
     pad_packed_sequence,
 )
+from torch.utils._pytree import tree_leaves, tree_map
 
 from opacus_ext import Refused, take
-from tests.adapter.common import Case, every, rows, run, steps
-from tests.common import Net, make_private, net, squares
+from tests.common import make_private, net, squares
+from tests.zoo import Case, check, every, floats, rows
 
 
 @pytest.fixture(autouse=True)
@@ -27,7 +28,7 @@ def double():
 # -- packed sequences ----------------------------------------------------------------
 
 LENGTHS = [1, 4, 2, 5], [3, 3, 3, 3], [4, 1, 4], [1, 1], [5, 3, 3, 1, 2], [4]
-KINDS = [nn.RNN, nn.LSTM, nn.GRU, DPRNN, DPLSTM, DPGRU]
+KINDS = nn.RNN, nn.LSTM, nn.GRU, DPRNN, DPLSTM, DPGRU
 PADDED = [
     (x, torch.tensor(n)) for x, n in zip(rows(*map(len, LENGTHS), T=5, d=2), LENGTHS)
 ]
@@ -45,10 +46,10 @@ def pad(packed, length=None):
     return pad_packed_sequence(packed, batch_first=True, total_length=length)[0]
 
 
-def states(state):
-    """``[layers, B, width]``, maybe two, as ``[B, -1]``"""
-    each = state if isinstance(state, tuple) else (state,)
-    return torch.cat([x.transpose(0, 1).flatten(1) for x in each], dim=1)
+def with_states(output, state):
+    """Outputs and ``[layers, B, width]``, maybe two, as ``[B, -1]``"""
+    states = [x.transpose(0, 1) for x in tree_leaves(state)]
+    return torch.cat([x.flatten(1) for x in (output, *states)], dim=1)
 
 
 def packs(m, x, lengths):
@@ -57,12 +58,7 @@ def packs(m, x, lengths):
     two = isinstance(m.rnn, (nn.LSTM, DPLSTM))
     packed = pack(m.before(x), lengths)
     output, state = m.rnn(packed, (start, start.tanh()) if two else start)
-    return torch.cat([pad(output, 5).flatten(1), states(state)], dim=1)
-
-
-class Packs(Net):
-    def forward(self, x, lengths):
-        return self.then(self, x, lengths)
+    return with_states(pad(output, 5), state)
 
 
 def documents(m, x):
@@ -70,8 +66,7 @@ def documents(m, x):
     lengths = torch.tensor([2, 4, 1]).repeat(len(x))
     output, state = m.words(pack(x.flatten(0, 1), lengths))
     output = PackedSequence(m.head(output.data), *output[1:])
-    output, state = pad(output, 4), state.transpose(0, 1)
-    return torch.cat([output.flatten(1), state.flatten(1)], 1).view(len(x), -1)
+    return with_states(pad(output, 4), state).view(len(x), -1)
 
 
 class OnPacked(nn.Module):
@@ -87,14 +82,10 @@ class OnPacked(nn.Module):
         return pad(output, 5), state
 
 
-def packed_loss(model, batch):
-    output, state = model(pack(*batch))
-    return squares(torch.cat([output.flatten(1), states(state)], dim=1))
-
-
 def outside(kind, refused=None, modes=("ghost_bk",), **kwargs):
     return Case(
-        *(lambda: OnPacked(kind), PADDED, refused, packed_loss),
+        *(lambda: OnPacked(kind), PADDED, refused),
+        loss=lambda model, batch: squares(with_states(*model(pack(*batch)))),
         alone=of_one,
         kwargs=kwargs,
         modes=modes,
@@ -102,27 +93,23 @@ def outside(kind, refused=None, modes=("ghost_bk",), **kwargs):
 
 
 def inside(kind):
+    rnn = lambda: kind(2, 3, bidirectional=True)  # noqa: E731
     build = net(
-        packs,
-        before=(2, 2),
-        start=(2, 6),
-        rnn=lambda: kind(2, 3, bidirectional=True),
+        lambda m, x, lengths: packs(m, x, lengths), before=(2, 2), start=(2, 6), rnn=rnn
     )
     return Case(build, PADDED, modes=("ghost_bk",))
 
 
-DOCUMENTS = net(
-    documents,
-    words=lambda: nn.GRU(2, 3, num_layers=2, bidirectional=True),
-    head=(6, 2),
-)
 PACKED = {
     **{f"inside {kind.__name__}": inside(kind) for kind in reversed(KINDS)},
     "documents": Case(
-        DOCUMENTS, [x.unflatten(1, (3, 4)) for x in rows(4, 3, 1, T=12, d=2)]
+        net(
+            documents,
+            words=lambda: nn.GRU(2, 3, num_layers=2, bidirectional=True),
+            head=(6, 2),
+        ),
+        [x.unflatten(1, (3, 4)) for x in rows(4, 3, 1, T=12, d=2)],
     ),
-}
-OUTSIDE = {
     "DPLSTM": outside(DPLSTM, take=take.packed),
     "RNN": outside(nn.RNN, take=take.packed),
     "LSTM": outside(nn.LSTM, take=take.packed, modes=("ghost", "hooks")),
@@ -154,40 +141,27 @@ def samples(batches):
     )
 
 
-def graphs(m, x, edges, graph):
-    """Features ``[N, d]``, edges ``[2, E]`` and the graph of each node ``[N]``."""
+class Numbers(nn.Module):
+    """Lengths are numbers of a list."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = inside(nn.GRU).model()
+
+    def forward(self, x, list_of_lengths):
+        return self.inner(x, torch.tensor(list_of_lengths))
+
+
+def graphs(m, x, edges, graph, weights=1.0, scale=1.0):
+    """
+    Features ``[N, d]``, edges ``[2, E]`` and the graph of each node ``[N]``; maybe
+    weights of edges ``[E, 1]`` and a number of each graph ``[B, 1]``.
+    """
     for _ in range(2):
-        messages = m.edges(x)[edges[0]]
+        messages = m.edges(x)[edges[0]] * weights
         x = (m.nodes(x).index_add(0, edges[1], messages)).tanh()
     pooled = x.new_zeros(int(graph.max()) + 1, 3).index_add(0, graph, x)
-    return m.head(pooled)
-
-
-def weighted(m, x, edges, graph, weights, scale):
-    """With weights of edges ``[E, 1]`` and a number of each graph ``[B, 1]``."""
-    messages = m.edges(x)[edges[0]] * weights
-    return graphs(m, x.index_add(0, edges[1], messages), edges, graph) * scale
-
-
-def with_weights(*sizes):
-    x, edges, graph = some_graphs(*sizes)
-    weights = torch.rand(edges.shape[1], 1).double()
-    return x, edges, graph, weights, torch.rand(len(sizes), 1).double()
-
-
-def weighted_one(batch, i):
-    x, edges, graph, weights, scale = batch
-    own = weights[graph[edges[0]] == i]
-    return *graph_of((x, edges, graph), i), own, scale[i : i + 1]
-
-
-def graph_of(inputs, i):
-    x, edges, graph = inputs
-    if i > int(graph.max()):
-        raise IndexError
-    nodes = (graph == i).nonzero()[:, 0]
-    own = edges[:, graph[edges[0]] == i] - nodes[0]
-    return x[nodes], own, torch.zeros_like(nodes)
+    return m.head(pooled) * scale
 
 
 def some_graphs(*sizes):
@@ -196,7 +170,28 @@ def some_graphs(*sizes):
         edges.append(start + torch.randint(n, (2, 2 * n)))
         start += n
     graph = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes))
-    return torch.randn(start, 3).double(), torch.cat(edges, dim=1), graph
+    edges = torch.cat(edges, dim=1)
+    weights = torch.rand(edges.shape[1], 1), torch.rand(len(sizes), 1)
+    return torch.randn(start, 3).double(), edges, graph, *(w.double() for w in weights)
+
+
+def graph_of(batch, i):
+    x, edges, graph, weights, scale = batch
+    if i > int(graph.max()):
+        raise IndexError
+    nodes, own = (graph == i).nonzero()[:, 0], graph[edges[0]] == i
+    cut = edges[:, own] - nodes[0]
+    return x[nodes], cut, torch.zeros_like(nodes), weights[own], scale[i : i + 1]
+
+
+def of_graphs(refused=None, **kwargs):
+    return Case(
+        net(graphs, nodes=(3, 3), edges=(3, 3), head=(3, 3)),
+        [some_graphs(*n) for n in ([2, 4, 3], [3, 3], [1, 5, 2, 4], [3])],
+        refused,
+        alone=lambda batch: [graph_of(batch, i) for i in range(len(batch[4]))],
+        kwargs=kwargs,
+    )
 
 
 GIVEN = {
@@ -208,35 +203,22 @@ GIVEN = {
         loss=lambda model, batch: squares(model(list(batch))),
     ),
     "list_of_lengths": Case(  # numbers may be samples as tensors may
-        lambda: Packs(packs, **inside(nn.GRU).model()._modules),
-        *(PADDED, "items of input lengths may be samples"),
+        *(Numbers, PADDED, "items of input list_of_lengths may be samples"),
         loss=lambda model, batch: squares(model(batch[0], batch[1].tolist())),
     ),
-    "graphs": Case(
-        net(graphs, nodes=(3, 3), edges=(3, 3), head=(3, 3)),
-        [some_graphs(*n) for n in ([2, 4, 3], [3, 3], [1, 5, 2, 4], [3])],
-        alone=lambda b: [graph_of(b, i) for i in range(int(b[2].max()) + 1)],
-        kwargs=dict(take=graph_of),
-    ),
-    "graphs of take": Case(
-        net(weighted, nodes=(3, 3), edges=(3, 3), head=(3, 3)),
-        [with_weights(*n) for n in ([2, 4, 3], [3, 3], [1, 5, 2, 4], [3])],
-        alone=lambda b: [weighted_one(b, i) for i in range(len(b[4]))],
-        kwargs=dict(take=take.graphs),
-    ),
-    "graphs, not taken": Case(
-        net(graphs, nodes=(3, 3), edges=(3, 3), head=(3, 3)),
-        *([some_graphs(2, 4, 3)], "opacus_ext.take.graphs"),
-        alone=lambda b: [graph_of(b, i) for i in range(3)],
-    ),
+    "graphs": of_graphs(take=graph_of),
+    "graphs of take": of_graphs(take=take.graphs),
+    "graphs, not taken": of_graphs("opacus_ext.take.graphs"),
 }
 GRAPHS = dict(zip(("x", "edge_index", "batch"), some_graphs(2, 3)))
 
 
 def test_graphs_by_keyword():
     one = take.graphs(GRAPHS, 1)
-    expected = graph_of(tuple(GRAPHS.values()), 1)
-    assert all(map(torch.equal, one.values(), expected))
+    edges = GRAPHS["edge_index"]
+    assert torch.equal(one["x"], GRAPHS["x"][2:])
+    assert torch.equal(one["edge_index"], edges[:, edges[0] > 1] - 2)
+    assert one["batch"].tolist() == [0, 0, 0]
 
 
 @pytest.mark.parametrize(
@@ -261,49 +243,37 @@ def test_the_first_batch_is_empty():
     assert private.module([]).shape == (0, 2)
 
 
-@every(packed=PACKED, outside=OUTSIDE, given=GIVEN)
+@every(packed=PACKED, given=GIVEN)
 def test_steps(case, mode, wrap):
-    run(case, mode, wrap)
+    check(case, mode, wrap)
 
 
 # -- recurrent layers as models -------------------------------------------------------
 
-D, H, T = 3, 2, 4
-
-
-def parts(output):
-    y, state = output
-    return [y, *(state if isinstance(state, tuple) else (state,))]
-
 
 @pytest.mark.parametrize(
     "layers, length, mode",
-    [(1, T, "ghost_bk"), (2, T, "hooks"), (2, 1, "ghost_bk"), (2, T, "scan")],
+    [(1, 4, "ghost_bk"), (2, 4, "hooks"), (2, 1, "ghost_bk"), (2, 4, "scan")],
 )
 @pytest.mark.parametrize("first", [True, False])
 @pytest.mark.parametrize("kind", [DPLSTM, DPGRU, nn.LSTM, nn.GRU])
 def test_states(kind, layers, first, length, mode):
     """Called with no state, and with the one that was returned."""
-    build = net(
-        lambda m, x, state=None: m.rnn(x, state),
-        rnn=lambda: kind(D, H, num_layers=layers, batch_first=first),
-    )
-    torch.manual_seed(0)
-    model, plain = build(), build()
 
     def given_back(m, x):
         x = x if first else x.transpose(0, 1)
         y, state = m(x)
-        plain.load_state_dict(model.state_dict())
-        for own, other in zip(parts((y, state)), parts(plain(x))):
-            torch.testing.assert_close(own, other)
-        detached = [s.detach() for s in parts((y, state))[1:]]
-        again = m(x, tuple(detached) if len(detached) > 1 else detached[0])
+        again = m(x, tree_map(torch.detach, state))
         return sum(
             squares(s.transpose(0, d))
             for out in ((y, state), again)
-            for s, d in zip(parts(out), (0 if first else 1, 1, 1))
+            for s, d in zip(tree_leaves(out), (0 if first else 1, 1, 1))
         )
 
-    batches = rows(4, 1, 3, 2, T=length, d=D)
-    steps(model, batches, mode, loss_fn=given_back, batch_first=first)
+    build = net(
+        lambda m, x, state=None: m.rnn(x, state),
+        rnn=lambda: kind(3, 2, num_layers=layers, batch_first=first),
+    )
+    batches = floats(*((size, length) for size in (4, 1, 3, 2)), d=3)
+    kwargs = dict(batch_first=first)
+    check(Case(build, batches, loss=given_back, kwargs=kwargs), mode)

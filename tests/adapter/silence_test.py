@@ -12,6 +12,7 @@ import io
 import itertools
 import pickle
 from collections import OrderedDict
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,12 +21,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations, parametrize
-from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 
 import opacus_ext
 from opacus_ext import Refused
-from tests.adapter.common import EVERY_MODE, Case, every, rows, run, steps
 from tests.common import (
     Net,
     assert_same,
@@ -37,18 +36,10 @@ from tests.common import (
     squares,
 )
 from tests.fuzz.ops import Opaque
+from tests.zoo import EVERY_MODE, Case, check, every, every_mode, ghost_modes, rows
 
 D = 3
 pytestmark = pytest.mark.filterwarnings("ignore")
-every_mode = pytest.mark.parametrize("mode", EVERY_MODE)
-ghost_modes = pytest.mark.parametrize("mode", ["ghost", "ghost_bk", "scan", "auto"])
-
-
-class Held:
-    """A plain object on a module."""
-
-    def __init__(self):
-        self.value = torch.zeros(D).double()
 
 
 class Slotted:
@@ -83,7 +74,8 @@ class Model(nn.Module):
         self.scale, self.seen, self.kept = 1.0, np.zeros(D), []
         self.register_buffer("ema", torch.zeros(D))
         self.frozen = nn.Parameter(torch.zeros(D), requires_grad=False)
-        self.held, self.queue = Held(), iter(())
+        self.held = SimpleNamespace(value=torch.zeros(D).double())
+        self.queue = iter(())
         self.most = functools.partial(sorted, reverse=True)  # which a call changes
         self.slotted, self.named = Slotted(), Named()
         self.bound, self.order = functools.partial(max, 0.0), OrderedDict(a=1, b=2)
@@ -159,28 +151,29 @@ def mean(h):
     return h.mean((0, 1))
 
 
-def attribute(m, h):
-    m.old = mean(h)
+def number(h):
+    return float(h.mean())
 
 
-def at_first(m, h):
-    m.old = getattr(m, "old", mean(h))
+def attribute(owner, name, value=number, first=None):
+    """What is there is added, and then is the value of the batch."""
+
+    def swap(m, h):
+        old = getattr(owner(m), name, 0)
+        if first is None or old == first:
+            setattr(owner(m), name, value(h))
+        return old
+
+    return swap
 
 
-def number(m, h):
-    m.scale = 0.9 * m.scale + float(h.mean())
+def item(owner, i):
+    def swap(m, h):
+        old = 1 * owner(m)[i]
+        owner(m)[i] = number(h)
+        return old
 
-
-def number_at_first(m, h):
-    m.scale = float(h.std()) if m.scale == 1 else m.scale
-
-
-def shape(m, h):
-    m.scale += h[h > 0].shape[0]
-
-
-def array(m, h):
-    m.seen += mean(h).numpy()
+    return swap
 
 
 def replaced_list(m, h):
@@ -189,83 +182,76 @@ def replaced_list(m, h):
         m.kept = list(m.kept)  # equal, but another
     if m.scale > 3:
         m.kept.append(mean(h))
+    return sum(m.kept[:1])
 
 
-def data(m, h):
-    m.frozen.data = m.frozen.data + mean(h)
+def data(tensor):
+    """As of an average, whose version does not count."""
+
+    def swap(m, h):
+        old = tensor(m).clone()
+        tensor(m).data.mul_(0.9).add_(mean(h))
+        return old
+
+    return swap
 
 
-def number_in_data(m, h):
-    m.frozen.data.fill_(h.mean().item())
-
-
-def of_class(m, h):
-    type(m).total += float(h.mean())
-
-
-def iterator(m, h):
-    m.queue = iter([mean(h).tolist()])
-
-
-def long_list(m, h):
-    m.many[7] = float(h.mean())
-
-
-def ema(m, h):
-    m.ema.data.mul_(0.9).add_(mean(h))
-
-
-def of_named(m, h):
-    m.named.value = float(h.mean())
+def iterated(m, h):
+    old, m.queue = list(m.queue), iter([mean(h).tolist()])
+    return torch.tensor(old).sum(0)
 
 
 def bound(m, h):
-    m.bound = functools.partial(max, float(h.mean()))
+    old, m.bound = m.bound.args[0], functools.partial(max, number(h))
+    return old
 
 
-def bank(m, h):
-    """Writes an entry that is not among those compared."""
-    m.bank = m.bank.index_fill(0, torch.tensor([1]), float(h.mean()))
+def slotted(m, h):
+    old = m.slotted.set()
+    m.slotted.set(number(h))
+    return old
 
 
-# By the name that the error says: what is added to the next batch, and what keeps it.
+def running(m, h):
+    m.hidden[0].to(h)(h)
+    return 0.0
+
+
+def itself(m):
+    return m
+
+
+# By the name that the error says: what keeps a number of a batch, and gives the last.
 PLACES = [
-    ("scale", lambda m: m.scale, number),
-    ("scale", lambda m: m.scale, number_at_first),
-    ("scale", lambda m: m.scale, shape),
-    ("seen", lambda m: torch.from_numpy(m.seen.copy()), array),
-    ("kept", lambda m: sum(m.kept[-1:]), lambda m, h: m.kept.append(mean(h))),
-    ("kept", lambda m: sum(m.kept[:1]), replaced_list),
-    ("ema", lambda m: m.ema.clone(), ema),
-    ("old", lambda m: getattr(m, "old", 0), attribute),
-    ("old", lambda m: getattr(m, "old", 0), at_first),
-    ("held", lambda m: m.held.value, lambda m, h: m.held.value.data.add_(mean(h))),
-    ("frozen", lambda m: m.frozen, lambda m, h: m.frozen.data.fill_(h.mean())),
-    ("frozen", lambda m: m.frozen, data),
-    ("Model.total", lambda m: m.total, of_class),
-    ("queue", lambda m: torch.tensor(list(m.queue)).sum(0), iterator),
-    ("many", lambda m: m.many[7], long_list),
-    ("hidden", lambda m: 0.0, lambda m, h: m.hidden[0].to(h)(h)),
-    ("slotted", lambda m: m.slotted.set(), lambda m, h: m.slotted.set(float(h.mean()))),
-    ("named", lambda m: m.named.value, of_named),
-    ("bound", lambda m: m.bound.args[0], bound),
-    ("bank", lambda m: m.bank[1].clone(), bank),
+    ("scale", attribute(itself, "scale")),
+    ("scale", attribute(itself, "scale", lambda h: float(h.std()), first=1.0)),
+    ("old", attribute(itself, "old", mean)),
+    ("old", attribute(itself, "old", mean, first=0)),
+    ("seen", item(lambda m: m.seen, 0)),
+    ("ema", item(lambda m: m.ema, 0)),
+    ("ema", data(lambda m: m.ema)),
+    ("held", data(lambda m: m.held.value)),
+    ("frozen", attribute(lambda m: m.frozen, "data", lambda h: mean(h).clone())),
+    ("Model.total", attribute(type, "total")),
+    ("many", item(lambda m: m.many, 7)),
+    ("named", attribute(lambda m: m.named, "value")),
+    ("bank", item(lambda m: m.bank, 1)),  # is not among the entries compared
+    ("kept", replaced_list),
+    ("queue", iterated),
+    ("hidden", running),
+    ("slotted", slotted),
+    ("bound", bound),
 ]
 
 
-def keeping(read, write):
-    def then(m, h, x):
-        old = read(m)
-        write(m, h.detach())
-        return m.two(h + old)
-
-    return model(then)
+def keeping(swap):
+    return model(lambda m, h, x: m.two(h + swap(m, h.detach())))
 
 
 STATE = {
-    f"{name} {i} of {size}": Case(keeping(*how), batches, rf"Model.*changes {name}")
+    f"{name} {i} of {size}": Case(keeping(swap), batches, rf"Model.*changes {name}")
     for size, batches in (("some", X), ("one", ONES))
-    for i, (name, *how) in enumerate(PLACES)
+    for i, (name, swap) in enumerate(PLACES)
 }
 
 
@@ -305,7 +291,7 @@ def no_zeros(m, h, x):
 
 STATE["flag of two and two"] = Case(model(by_branch), two_and_two(), "changes flag")
 STATE["frozen of two alike"] = Case(
-    keeping(lambda m: m.frozen, number_in_data),
+    keeping(lambda m, h: m.frozen.data.fill_(h.mean().item())),
     [x[:1].repeat(2, 1, 1) for x in rows(2, 2)],
     "changes frozen",
 )
@@ -433,15 +419,6 @@ def test_the_line_that_keeps_data_is_named(mode):
     said = r'changes last.*\("self.last = y.detach\(\).mean\(\)", line \d+ of .*silen'
     with pytest.raises(Refused, match=said):
         loss_of(private, private.module(rows(4)[0])).backward()
-
-
-@pytest.mark.parametrize("mode", ["ghost_bk", "scan"])
-def test_counters_go_on(mode):
-    """Also where a sample of zeros can't tell that no data make them."""
-    private = make_private(Model(no_zeros).double(), mode, batch_size=4)
-    for x in rows(4, 3, 4):
-        private.step(x, square_loss)
-    assert private.module.scale == 4 and private.module.flag
 
 
 class Running(nn.Module):
@@ -644,7 +621,7 @@ TABLES = {
 }
 
 
-def in_place(then):
+def in_attribute(then):
     """Code that writes to its inputs, and what may follow in the forward."""
 
     def doubles(m, x):
@@ -656,9 +633,9 @@ def in_place(then):
 
 
 IN_PLACE = {
-    "plain": in_place(lambda m, h: m.two(h)),
-    "branches": in_place(lambda m, h: m.two(2 * h if h.sum() > 0 else h)),
-    "no vmap": in_place(lambda m, h: m.two(Opaque.apply(h))),
+    "plain": in_attribute(lambda m, h: m.two(h)),
+    "branches": in_attribute(lambda m, h: m.two(2 * h if h.sum() > 0 else h)),
+    "no vmap": in_attribute(lambda m, h: m.two(Opaque.apply(h))),
 }
 
 # -- hooks and backward passes ---------------------------------------------------------
@@ -736,13 +713,13 @@ CLIPS = Case(model(lambda m, h, x: m.two(Clips.apply(h))), X)
 @ghost_modes
 def test_backward_passes_that_are_not_linear(mode):
     """In "hooks" they see the gradient of the mean, as without privacy."""
-    run(CLIPS, mode)
+    check(CLIPS, mode)
 
 
 def test_backward_passes_that_differ(monkeypatch):
     """One gave the norms, the other the sum."""
     monkeypatch.setattr(Clips, "calls", itertools.count(1))
-    run(CLIPS._replace(refused="gave other gradients"), "ghost")
+    check(CLIPS._replace(refused="gave other gradients"), "ghost")
 
 
 # -- parameters that come later --------------------------------------------------------
@@ -790,19 +767,6 @@ KERNELS = {
 }
 
 
-def recomputed(m, x):
-    h = checkpoint(m.two, m.one(x), use_reentrant=False)
-    return m.three(h.tanh())
-
-
-RECOMPUTED = net(
-    *(recomputed,),
-    **dict(one=(D, D), three=(D, 3)),
-    two=lambda: nn.Linear(D, D).requires_grad_(False),
-)
-FROZEN = {"and checkpointed": Case(RECOMPUTED, X, modes=EVERY_MODE)}
-
-
 @every(
     leave=LEAVE,
     state=STATE,
@@ -813,32 +777,9 @@ FROZEN = {"and checkpointed": Case(RECOMPUTED, X, modes=EVERY_MODE)}
     hooks=HOOKS,
     later=LATER,
     kernels=KERNELS,
-    frozen=FROZEN,
 )
 def test_exact_or_refused(case, mode, wrap):
-    run(case, mode, wrap)
-
-
-class Hides(torch.autograd.Function):
-    """Its rule of vmap gets all samples, and writes to a buffer without a version."""
-
-    @staticmethod
-    def forward(x, ema, writes):
-        return x.clone()
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        pass
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad, None, None
-
-    @staticmethod
-    def vmap(info, in_dims, x, ema, writes):
-        if writes:
-            ema.data.add_(x.detach().mean((0, 1, 2)))
-        return Hides.apply(x, ema, False), 0
+    check(case, mode, wrap)
 
 
 @torch.library.custom_op("opacus_ext_tests::hides", mutates_args=())
@@ -857,33 +798,36 @@ torch.library.register_autograd(hides, lambda ctx, grad: (grad, None, None))
 
 
 @pytest.mark.filterwarnings("error:.*one sample after the other")
-@pytest.mark.parametrize("op", [Hides.apply, hides], ids=["function", "op"])
-def test_a_rule_of_vmap_that_hides_a_write(op):
+def test_a_rule_of_vmap_that_hides_a_write():
     """From the fifth batch on."""
 
     def then(m, h, x):
         m.scale += 1
-        return m.two(op(h, m.ema, m.scale > 5))
+        return m.two(hides(h, m.ema, m.scale > 5))
 
     private = private_model("ghost_bk", Model(then))
     for _ in range(4):
-        private.step(rows(4)[0], lambda m, x: squares(m(x)))
+        private.step(rows(4)[0], square_loss)
     with pytest.raises(Refused, match="changes ema"):
-        private.step(rows(4)[0], lambda m, x: squares(m(x)))
+        private.step(rows(4)[0], square_loss)
     assert not private.module.ema.any()
+
+
+def cached(m, batch):
+    with parametrize.cached():
+        return squares(m(batch))
+
+
+def computed():
+    made = Model(plain)
+    parametrizations.weight_norm(made.one)
+    return made
 
 
 @pytest.mark.parametrize("mode", ["hooks", "ghost", "ghost_bk"])
 def test_weights_that_are_computed_once(mode):
     """What is tried beforehand, without gradients, is not what they are."""
-    made = Model(plain)
-    parametrizations.weight_norm(made.one)
-
-    def cached(m, batch):
-        with parametrize.cached():
-            return squares(m(batch))
-
-    steps(made, X, mode, loss_fn=cached)
+    check(Case(computed, X, loss=cached), mode)
 
 
 # -- criteria --------------------------------------------------------------------------
@@ -1084,7 +1028,7 @@ def test_what_a_trial_leaves_for_good_is_refused():
         return attends(m, h, x, mask)
 
     case = Case(model(remembers), MASKS, "changes seen", batched=[0])
-    run(case, "ghost_bk")
+    check(case)
     private = private_model("ghost_bk", Model(remembers))
     for _ in range(2):  # not at the first call alone
         with pytest.raises(Refused, match="changes seen"):

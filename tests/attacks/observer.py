@@ -27,8 +27,7 @@ class Model(nn.Module):
         logits = self.layer(x)
         if y is None:
             return logits
-        loss = nn.functional.cross_entropy(logits, y)
-        return {"loss": loss, "logits": logits}
+        return {"loss": nn.functional.cross_entropy(logits, y), "logits": logits}
 
 
 class Step(NamedTuple):
@@ -42,96 +41,86 @@ class Step(NamedTuple):
     moved: torch.Tensor
 
 
-class Watched(Dataset):
+class Observer(Dataset):
     """
-    Records of zeros.
+    A data set of zeros, a model and a plain optimizer, which are observed.
 
     Args:
-        form: makes a record of a pair of tensors
+        named: True for records by name
+        ahead: True if the loop takes a batch before the step on the one before
+
+    Attributes:
+        steps: what was seen
     """
 
-    def __init__(self, form: Any = tuple):
-        self.form = form
+    def __init__(self, named: bool = False, ahead: bool = False):
+        self.model, self.named = Model(), named
         self.taken: List[List[int]] = []  # by batch
+        self.steps: List[Step] = []
+        observer, weight = self, self.model.layer.weight
+
+        class Optimizer(torch.optim.SGD):
+            def step(self, closure=None):
+                before = weight.detach().clone()
+                super().step(closure)
+                taken = observer.taken[:1] if ahead else observer.taken[:]
+                del observer.taken[: len(taken)]
+                observer.steps.append(Step(sum(taken, []), weight.detach() - before))
+
+        self.optimizer = Optimizer([weight], lr=LR)
 
     def __len__(self) -> int:
         return RECORDS
 
     def __getitem__(self, i: int) -> Any:
-        return self.form((torch.zeros(WIDTH), torch.tensor(int(i) % OUT)))
+        record = torch.zeros(WIDTH), torch.tensor(int(i) % OUT)
+        return dict(zip("xy", record)) if self.named else record
 
     def __getitems__(self, numbers: List[int]) -> List[Any]:
         self.taken.append([int(i) for i in numbers])
         return [self[i] for i in numbers]
 
-
-class Observer:
-    """
-    Args:
-        form: see :class:`Watched`
-        ahead: number of batches that the loop takes before the step on the first
-
-    Attributes:
-        model: to be made private
-        optimizer: a plain one, of its weights
-        data: to be trained on
-        steps: what was seen
-    """
-
-    def __init__(self, form: Any = tuple, ahead: int = 0):
-        self.model, self.data = Model(), Watched(form)
-        self.steps: List[Step] = []
-        observer, given = self, list(self.model.parameters())
-
-        class Optimizer(torch.optim.SGD):
-            def step(self, closure=None):
-                before = given[0].detach().clone()
-                found = super().step(closure)
-                moved = given[0].detach() - before
-                taken = observer.data.taken
-                now = taken[:1] if ahead else taken[:]
-                del taken[: len(now)]
-                observer.steps.append(Step(sum(now, []), moved))
-                return found
-
-        self.optimizer = Optimizer(given, lr=LR)
-
-    def check(self, content: Any, bound: float, size: int, replays: int = 0) -> None:
+    def check(self, engine: Any, bound: float, size: int, replays: int = 0) -> Any:
         """
-        Compares what was seen with the content of a statement.
+        Compares what was seen with the statement of an engine, and returns that.
 
         Args:
             bound: of clipping
             size: the expected records of a step, which sums are divided by
             replays: the number of steps on draws that came back
         """
-        phases = content["phases"]
-        drawn = [step for step in self.steps if step.records]
-        rate = size / RECORDS
-        stated = {phase["sample_rate"]: 0 for phase in phases}
-        for phase in phases:
-            stated[phase["sample_rate"]] += phase["steps"]
+        content = engine.privacy_statement(delta=1e-3).content
+        drawn, rate = [step for step in self.steps if step.records], size / RECORDS
+        stated = steps_of(content)
         # Steps: as many as are stated; those without a draw count at rate 1.
         assert stated.pop(rate) >= len(drawn)
         assert len(self.steps) - len(drawn) <= stated.pop(1.0, 0) + 1
         assert not stated and content["steps"] >= len(self.steps)
-        if not replays:
-            assert len(drawn) == len(self.steps) == content["steps"]
-            assert content["holds"] == "yes"
-        else:
-            assert len(self.steps) - len(drawn) == replays
+        assert len(self.steps) - len(drawn) == replays
+        if replays:
             assert content["holds"] == "no" and content["epsilon"] is None
+        else:
+            assert len(drawn) == content["steps"] and content["holds"] == "yes"
+            assert content["epsilon"] == engine.get_epsilon(1e-3)
         # Draws: each record at most once a step, at the rate, independently.
-        for step in drawn:
-            assert max(Counter(step.records).values()) == 1
-        count, several = sum(len(step.records) for step in drawn), len(drawn)
-        deviation = (several * RECORDS * rate * (1 - rate)) ** 0.5
-        assert abs(count - several * size) <= 5 * deviation
-        assert len({frozenset(step.records) for step in drawn}) == several
+        counts = [len(step.records) for step in drawn]
+        assert all(max(Counter(step.records).values()) == 1 for step in drawn)
+        deviation = (len(drawn) * RECORDS * rate * (1 - rate)) ** 0.5
+        assert abs(sum(counts) - len(drawn) * size) <= 5 * deviation
+        assert len({frozenset(step.records) for step in drawn}) == len(drawn)
         # Noise: that of the statement, and new in each step.
         moves = torch.stack([step.moved.flatten() for step in self.steps]) * size / LR
-        for row in moves:
-            (noise,) = {phase["noise_multiplier"] for phase in phases}
-            assert 0.9 < float(row.std()) / (noise * bound) < 1.1
+        (noise,) = {phase["noise_multiplier"] for phase in content["phases"]}
+        stds = moves.std(dim=1) / (noise * bound)
+        assert 0.9 < float(stds.min()) and float(stds.max()) < 1.1
         together = torch.corrcoef(moves).fill_diagonal_(0).abs()
         assert float(together.max()) < 0.25
+        return content
+
+
+def steps_of(content: Any) -> Counter:
+    """The number of steps of a statement, by rate."""
+    steps: Counter = Counter()
+    for phase in content["phases"]:
+        steps[phase["sample_rate"]] += phase["steps"]
+    return steps

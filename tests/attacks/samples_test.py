@@ -11,7 +11,7 @@ import dataclasses
 import enum
 import itertools
 import math
-from typing import Any, Callable, NamedTuple
+from typing import Any, Callable
 
 import numpy as np
 import pytest
@@ -26,7 +26,6 @@ import opacus_ext
 from opacus_ext import GradSample, Refused, clipped_grads
 from opacus_ext.grad_sample.core.clip import DenseGrads
 from opacus_ext.grad_sample.core.values import set_apart
-from tests.adapter.common import EVERY_MODE, rows, steps
 from tests.common import (
     assert_same,
     clipped_sum,
@@ -38,19 +37,16 @@ from tests.common import (
     trainable,
 )
 from tests.fuzz.ops import Opaque
+from tests.zoo import EVERY_MODE, Case
+from tests.zoo import check as check_steps
+from tests.zoo import every_mode, rows
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 C = 1.0
 
 
-def without(batch: Any, i: int) -> Any:
+def without(batch: torch.Tensor, i: int) -> torch.Tensor:
     """The batch without sample ``i``."""
-    if isinstance(batch, dict):
-        return {name: without(x, i) for name, x in batch.items()}
-    if isinstance(batch, tuple):
-        return tuple(without(x, i) for x in batch)
-    if isinstance(batch, list):
-        return batch[:i] + batch[i + 1 :]
     return torch.cat([batch[:i], batch[i + 1 :]])
 
 
@@ -59,15 +55,15 @@ def distance(one: dict, two: dict) -> float:
     return float(torch.stack(gaps).norm())
 
 
-def moved(call: Callable[[Any], dict], batch: Any, size: int) -> float:
+def moved(call: Callable[[torch.Tensor], dict], batch: torch.Tensor) -> float:
     """The most that a record moves the sums that ``call`` gives for a batch."""
-    whole = call(batch)
+    whole, size = call(batch), len(batch)
     return max(distance(whole, call(without(batch, i))) for i in range(size))
 
 
-def in_mode(model, batch, loss_fn, mode, size=None):
+def in_mode(model, batch, loss_fn, mode):
     """A function of a batch: the clipped sums of one step of a mode."""
-    size = size or len(batch if isinstance(batch, torch.Tensor) else batch[0])
+    size = len(batch if isinstance(batch, torch.Tensor) else batch[0])
 
     def call(some):
         fresh = copy.deepcopy(model)
@@ -76,6 +72,11 @@ def in_mode(model, batch, loss_fn, mode, size=None):
         return {n: p.grad * size for n, p in trainable(fresh).items()}
 
     return call
+
+
+def exact_in_mode(model, batch, mode):
+    expected = clipped_sum(oracle(model, batch.clone(), square_loss), "flat", C)
+    assert_same(in_mode(model, batch, square_loss, mode)(batch), expected, 1e-8)
 
 
 # -- norms of terms that cancel --------------------------------------------------------
@@ -91,10 +92,6 @@ def difference(m, x):
     """The square of the one output minus that of the other."""
     first, second = (m.layer(x[:, i]).flatten(1).square().sum(1) for i in (0, 1))
     return first - second
-
-
-def siamese(m, x):
-    return (m.layer(x[:, 0]) - m.layer(x[:, 1])).flatten(1).square().sum(1)
 
 
 def alternating(m, x):
@@ -129,16 +126,6 @@ def opposite(*shape: int) -> torch.Tensor:
 # By name: losses ``[B]`` of a model with one layer, the layer, and a batch of three.
 CANCELING = {
     "linear": (difference, lambda: nn.Linear(256, 256, bias=False), lambda: pairs(256)),
-    "images": (
-        siamese,
-        lambda: nn.Linear(256, 64),
-        lambda: 300 + torch.randn(3, 2, 256),
-    ),
-    "two layers": (
-        difference,
-        lambda: nn.Sequential(nn.Linear(8, 32), nn.Linear(32, 16)),
-        lambda: pairs(8),
-    ),
     "rows": (
         alternating,
         lambda: nn.Linear(64, 64),
@@ -157,40 +144,32 @@ CANCELING = {
         lambda: nn.Linear(4, 3),
         lambda: torch.tensor([[1e25], [1.0], [2.0]]).expand(3, 4),
     ),
+    "in float64": (
+        difference,
+        lambda: nn.Linear(64, 32).double(),
+        lambda: pairs(64, size=1e6, gap=0.0) + 1e-6 * torch.randn(3, 2, 64).double(),
+    ),
 }
 
 
-def output(model, batch):
+def losses(model, batch):
     return model(batch)
 
 
-@pytest.mark.parametrize("mode", EVERY_MODE)
+@every_mode
 @pytest.mark.parametrize("name", CANCELING)
 def test_norms_of_terms_that_cancel(name, mode):
     then, layer, batch = CANCELING[name]
     model, batch = net(then, layer=layer)(), batch()
-    private = make_private(copy.deepcopy(model), mode, batch_size=3, max_grad_norm=C)
-    found = []
-    private.optimizer.observers += (Observer(found),)
-    private.step(batch, output)
-    wide = oracle(copy.deepcopy(model).double(), batch.double(), output)
-    torch.testing.assert_close(found[0].double(), norms_of(wide), rtol=1e-3, atol=0)
-    assert moved(in_mode(model, batch, output, mode), batch, 3) <= C * 1.001
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_norms_that_cancel_in_any_dtype(dtype):
-    """In float64 as well, where gaps are smaller."""
-    gap = 1e-4 if dtype is torch.float32 else 1e-12
-    layer = nn.Linear(64, 32, dtype=dtype)
-    x = torch.randn(3, 1, 64, dtype=dtype)
-    batch = x + gap * torch.randn(3, 2, 64, dtype=dtype)
-
-    def sums(batch):
-        given = difference_of(layer), dict(layer.named_parameters()), batch, C
-        return clipped_grads(*given).sums
-
-    assert moved(sums, 1e6 * batch, 3) <= C * 1.001
+    if batch.dtype is torch.float32:
+        private = make_private(copy.deepcopy(model), mode, batch_size=3)
+        private.step(batch, losses)
+        wide = oracle(copy.deepcopy(model).double(), batch.double(), losses)
+        clipped = {n: p.grad for n, p in trainable(private.handle).items()}
+        assert distance(clipped, dict.fromkeys(clipped, torch.zeros(()))) <= C * 1.001
+        found = clipped_grads(model, dict(model.named_parameters()), batch, C).norms
+        torch.testing.assert_close(found.double(), norms_of(wide), rtol=1e-3, atol=0)
+    assert moved(in_mode(model, batch, losses, mode), batch) <= C * 1.001
 
 
 @pytest.mark.parametrize(
@@ -198,35 +177,17 @@ def test_norms_that_cancel_in_any_dtype(dtype):
 )
 def test_norms_that_cancel_in_compiled_code(backend):
     """A norm that is not certain is replaced by a bound from above."""
-    layer, batch = nn.Linear(64, 32), pairs(64)
-    params = dict(layer.named_parameters())
+    model, batch = net(difference, layer=(64, 32))(), pairs(64)
+    params = dict(model.named_parameters())
 
     def step(batch):
-        return clipped_grads(difference_of(layer), params, batch, C)
+        return clipped_grads(model, params, batch, C)
 
     compiled = torch.compile(step, fullgraph=True, backend=backend)
-    norms, sums = step(batch).norms, compiled(batch).sums
-    assert (compiled(batch).norms >= 0.999 * norms).all()
-    assert distance(sums, {n: torch.zeros_like(g) for n, g in sums.items()}) <= 3 * C
-    assert moved(lambda batch: compiled(batch).sums, batch, 3) <= C * 1.001
-
-
-def difference_of(layer):
-    def loss(sample):
-        first, second = (layer(sample[:, i]).square().sum() for i in (0, 1))
-        return first - second
-
-    return loss
-
-
-class Observer(NamedTuple):
-    """Keeps the norms of each step."""
-
-    found: list
-    noise_factor: float = 1.0
-
-    def observe(self, norms):
-        self.found.extend(norms)
+    norms, found = step(batch).norms, compiled(batch)
+    assert (found.norms >= 0.999 * norms).all()
+    assert distance(found.sums, dict.fromkeys(params, torch.zeros(()))) <= 3 * C
+    assert moved(lambda batch: compiled(batch).sums, batch) <= C * 1.001
 
 
 # -- samples alone ---------------------------------------------------------------------
@@ -247,18 +208,15 @@ def check(loss: Callable, batch: Callable[[], Any], take: Any = None) -> None:
         torch.manual_seed(0)
         return batch()
 
-    rows = []
+    grads = []
     for i in range(size):
         given = same()
         alone = take(given, i) if take else tuple(x[i : i + 1].clone() for x in given)
-        rows.append(torch.autograd.grad(loss(alone, w), w)[0])
-    norms = torch.stack(rows).flatten(1).norm(dim=1)
-    expected = (
-        (C / (norms + 1e-6)).clamp(max=1)[:, None, None] * torch.stack(rows)
-    ).sum(0)
+        grads.append(torch.autograd.grad(loss(alone, w), w)[0])
+    expected = {"w": torch.stack(grads)}
     found = clipped_grads(lambda s: loss(s, w), {"w": w}, same(), C, take=take)
-    torch.testing.assert_close(found.norms, norms)
-    torch.testing.assert_close(found.sums["w"], expected)
+    torch.testing.assert_close(found.norms, norms_of(expected))
+    assert_same(found.sums, clipped_sum(expected, "flat", C))
 
 
 def caught(s):
@@ -266,19 +224,6 @@ def caught(s):
         return int(s)
     except Exception:
         return 0
-
-
-def caught_bare(s):
-    try:
-        return s.item()
-    except:  # noqa: E722
-        return 0
-
-
-def suppressed(s):
-    with contextlib.suppress(Exception):
-        return s.tolist()[0]
-    return 0
 
 
 def returned(s):
@@ -311,7 +256,7 @@ def of_kernel(s):
         return 0
 
 
-ASKED = (caught, caught_bare, suppressed, returned, as_array, selected, of_kernel)
+ASKED = (caught, returned, as_array, selected, of_kernel)
 
 
 def numbered(size: int = 5):
@@ -323,14 +268,13 @@ def test_answers_that_code_catches(ask):
     check(lambda s, w: (s[0] @ w).sum() * (1 + ask(s[1])), numbered)
 
 
-@pytest.mark.parametrize("mode", EVERY_MODE)
-@pytest.mark.parametrize("ask", ASKED[::2])
-def test_answers_that_a_model_catches(ask, mode):
-    model = net(lambda m, x: m.fc(x) * (1 + ask(x[:, 3])), fc=(4, 3))().double()
-    batch = torch.randn(5, 4).double()
-    batch[:, 3] = 2 * torch.arange(5)
-    expected = clipped_sum(oracle(model, batch, square_loss), "flat", C)
-    assert_same(in_mode(model, batch, square_loss, mode)(batch), expected, 1e-8)
+@every_mode
+def test_answers_that_a_model_catches(mode):
+    for ask in ASKED[::2]:
+        model = net(lambda m, x: m.fc(x) * (1 + ask(x[:, 3])), fc=(4, 3))().double()
+        batch = torch.randn(5, 4).double()
+        batch[:, 3] = 2 * torch.arange(5)
+        exact_in_mode(model, batch, mode)
 
 
 def test_answers_that_a_criterion_catches():
@@ -346,16 +290,13 @@ def test_answers_that_a_criterion_catches():
     assert_same(got, clipped_sum(expected, "flat", C), 1e-8)
 
 
-def keeps(s, w):
-    x, keep = s
-    keep &= x.max() < 10
-    return (Opaque.apply(x) @ w).sum() * keep.double().sum()
+# -- samples that share memory ---------------------------------------------------------
 
 
-def keeps_at_once(s, w):
+def keeps(s, w, of=Opaque.apply):
     x, keep = s
     keep &= x.max() < 10
-    return (x @ w).sum() * keep.double().sum()
+    return (of(x) @ w).sum() * keep.double().sum()
 
 
 def halves(s, w):
@@ -371,21 +312,19 @@ def triples(s, w):
 def outlier():
     x = torch.arange(24.0).view(6, 4).double() / 24
     x[0] = 100
-    return x
+    return x, torch.ones(1, 1).bool().expand(6, 1)
 
 
-def shifted(make=torch.tensor):
-    data = np.arange(28.0).reshape(7, 4) / 28
-    data = make(data)
+def shifted(make):
+    data = make(np.arange(28.0).reshape(7, 4) / 28)
     return data[:-1], data[1:]
 
 
 OVERLAPPING = {
-    "expanded": (keeps, lambda: (outlier(), torch.ones(1, 1).bool().expand(6, 1))),
-    "at once": (keeps_at_once, lambda: (outlier(), torch.ones(1).bool().expand(6, 1))),
+    "expanded": (keeps, outlier),
+    "at once": (lambda s, w: keeps(s, w, lambda x: x), outlier),
     "windows": (halves, lambda: (torch.randn(9).double().unfold(0, 4, 1),)),
-    "strided": (halves, lambda: (torch.randn(9).double().as_strided((6, 4), (1, 1)),)),
-    "shifted": (triples, shifted),
+    "shifted": (triples, lambda: shifted(torch.tensor)),
     "arrays": (triples, lambda: tuple(map(torch.from_numpy, shifted(np.array)))),
 }
 
@@ -396,18 +335,11 @@ def test_samples_that_share_memory(name):
 
 
 @pytest.mark.parametrize("mode", ["hooks", "ghost_bk", "scan"])
-@pytest.mark.parametrize("opaque", [True, False])
-def test_inputs_that_share_memory(mode, opaque):
+def test_inputs_that_share_memory(mode):
     """Windows of a sequence, which the model divides."""
-
-    def then(m, x):
-        x.div_(2)
-        return Opaque.apply(m.fc(x)) if opaque else m.fc(x)
-
-    model = net(then, fc=(4, 3))().double()
-    batch = torch.randn(9).double().unfold(0, 4, 1)
-    expected = clipped_sum(oracle(model, batch.clone(), square_loss), "flat", C)
-    assert_same(in_mode(model, batch, square_loss, mode)(batch), expected, 1e-8)
+    for of in (Opaque.apply, torch.tanh):
+        model = net(lambda m, x: of(m.fc(x.div_(2))), fc=(4, 3))().double()
+        exact_in_mode(model, torch.randn(9).double().unfold(0, 4, 1), mode)
 
 
 class Holder:
@@ -417,8 +349,21 @@ class Holder:
         self.seen = 0.0
 
 
-@pytest.mark.parametrize("make", [lambda: np.zeros(1), Holder], ids=["array", "object"])
-def test_objects_that_share_memory(make):
+def of_array(kept, x):
+    before = kept.item()
+    kept += float(x.sum())
+    return before
+
+
+def of_holder(kept, x):
+    before, kept.seen = kept.seen, float(x.sum())
+    return before
+
+
+@pytest.mark.parametrize(
+    "make, write", [(lambda: np.zeros(1), of_array), (Holder, of_holder)]
+)
+def test_objects_that_share_memory(make, write):
     """What one sample writes to no other reads."""
     shared = []
 
@@ -426,28 +371,19 @@ def test_objects_that_share_memory(make):
         shared[:] = [make()]
         return (torch.randn(5, 4).double(),)
 
-    def loss(s, w):
-        x, kept = s
-        if isinstance(kept, Holder):
-            before, kept.seen = kept.seen, float(x.sum())
-        else:
-            before = kept.item()
-            kept += float(x.sum())
-        return (x @ w).sum() * (1 + before)
-
     def take(given, i):
-        return given[0][i : i + 1], shared[0]
+        return given[0][i : i + 1], make() if alone else shared[0]
 
-    w, (x,) = weight(4, 4), batch()
-    found = clipped_grads(lambda s: loss(s, w), {"w": w}, (x,), C, take=take)
+    w, (x,), alone = weight(4, 4), batch(), False
+    loss = lambda s: (s[0] @ w).sum() * (1 + write(s[1], s[0]))  # noqa: E731
+    found = clipped_grads(loss, {"w": w}, (x,), C, take=take)
     expected = [torch.autograd.grad((a @ w).sum(), w)[0].norm() for a in x]
     torch.testing.assert_close(found.norms, torch.stack(expected))
 
 
 def test_a_sample_is_no_view_of_the_batch():
-    x = torch.randn(5, 4).double()
+    x, w = torch.randn(5, 4).double(), weight(4, 4)
     x[4] *= 100
-    w = weight(4, 4)
 
     def loss(s):
         with contextlib.suppress(RuntimeError):  # out of bounds
@@ -460,15 +396,15 @@ def test_a_sample_is_no_view_of_the_batch():
 
 
 def test_memory_is_copied_only_where_samples_share_it():
-    """Next tokens, and parts of one tensor, are views as they were."""
-    ids, dim = torch.arange(24).view(4, 6), [0, 0]
-    for pair in ((ids[:, :-1], ids[:, 1:]), ids.split(3, 1), (ids, ids)):
-        copies = set_apart(pair, dim)
-        assert all(x.data_ptr() == y.data_ptr() for x, y in zip(pair, copies))
-    time_first = set_apart([ids], [1])
-    assert time_first[0].data_ptr() == ids.data_ptr()
-    mask = torch.ones(4, 1).expand(4, 5)  # of each sample by itself
-    assert set_apart([mask], [0])[0].data_ptr() == mask.data_ptr()
+    """Next tokens, parts of one tensor, time first and a mask of each sample."""
+    ids, mask = torch.arange(24).view(4, 6), torch.ones(4, 1).expand(4, 5)
+    groups = (ids[:, :-1], ids[:, 1:]), ids.split(3, 1), (ids, ids), (mask,)
+    for tensors, dim in (*((group, 0) for group in groups), ([ids], 1)):
+        copies = set_apart(tensors, [dim] * len(tensors))
+        assert all(x.data_ptr() == y.data_ptr() for x, y in zip(tensors, copies))
+
+
+# -- samples that are taken ------------------------------------------------------------
 
 
 def by_index(batch, i):
@@ -492,16 +428,14 @@ def last_fails(batch, i):
 
 
 @pytest.mark.parametrize("take", [by_index, by_iterator, without_rows, last_fails])
-@pytest.mark.parametrize(
-    "kind", [list, torch.stack, tuple, collections.UserList, lambda x: {}]
-)
+@pytest.mark.parametrize("kind", [list, torch.stack, collections.UserList, dict])
 def test_a_sample_that_fails_ends_no_batch(take, kind):
-    w, rows = weight(4, 4), list(torch.randn(6, 4).double())
+    w, rows, of = weight(4, 4), list(torch.randn(6, 4).double()), take
     if kind is not torch.stack and take is without_rows:
         pytest.skip("an item of a list has no rows to leave out")
-    batch, of = kind(rows), take
-    if isinstance(batch, dict):
-        batch, take = {"x": rows, "y": rows}, lambda batch, i: of(batch["x"], i)
+    batch = {"x": rows, "y": rows} if kind is dict else kind(rows)
+    if kind is dict:
+        take = lambda batch, i: of(batch["x"], i)  # noqa: E731
     with pytest.raises(Refused, match="take"):
         clipped_grads(lambda s: (s @ w).sum(), {"w": w}, batch, C, take=take)
 
@@ -528,20 +462,27 @@ def test_ready_made_functions_know_the_number():
     assert len(private.handle.per_sample_gradient_norms) == 3
 
 
-@dataclasses.dataclass
-class Alike:
-    """Objects that print alike, and call themselves equal."""
+# -- values that seem equal ------------------------------------------------------------
 
-    k: int
 
-    def __repr__(self):
-        return "Alike()"
+class Equal:
+    """What calls itself equal to anything."""
 
     def __eq__(self, other):
         return True
 
     def __hash__(self):
         return 0
+
+
+@dataclasses.dataclass(eq=False)
+class Alike(Equal):
+    """Objects that print alike, too."""
+
+    k: int
+
+    def __repr__(self):
+        return "Alike()"
 
 
 ALIKE = {
@@ -569,25 +510,16 @@ def number_of(value):
 
 @pytest.mark.parametrize("name", ALIKE)
 def test_values_that_seem_equal(name):
-    def take(batch, i):
-        return batch[0][i : i + 1], batch[1][i]
-
     x = torch.randn(5, 4).double()
     check(
-        lambda s, w: (s[0] @ w).sum() * number_of(s[1]), lambda: (x, ALIKE[name]), take
+        lambda s, w: (s[0] @ w).sum() * number_of(s[1]),
+        lambda: (x, ALIKE[name]),
+        lambda batch, i: (batch[0][i : i + 1], batch[1][i]),
     )
 
 
-class Level(enum.Enum):
-    """Members that call each other equal."""
-
+class Level(Equal, enum.Enum):
     LOW, HIGH = 1, 2
-
-    def __eq__(self, other):
-        return True
-
-    def __hash__(self):
-        return 0
 
 
 class Node:
@@ -600,53 +532,41 @@ class Node:
 pytree.register_pytree_node(
     Node, lambda n: ((n.x,), Alike(n.k)), lambda xs, about: Node(xs[0], about.k)
 )
-_KINDS = [collections.namedtuple("Kind", "x", defaults=[i]) for i in range(2)]
+KINDS = [collections.namedtuple("Kind", "x", defaults=[i]) for i in range(2)]
+#: Trees of a tensor and a number, and the number that they hold.
 TREES = {
-    "keys": lambda x, k: {Alike(k): x},
-    "named tuples": lambda x, k: _KINDS[k](x),
-    "nodes": Node,
-    "members": lambda x, k: (x, Level(k + 1)),
+    "keys": (lambda x, k: {Alike(k): x}, lambda tree: next(iter(tree)).k),
+    "named tuples": (
+        lambda x, k: KINDS[k](x),
+        lambda tree: isinstance(tree, KINDS[1]),
+    ),
+    "nodes": (Node, lambda tree: tree.k),
+    "members": (lambda x, k: (x, Level(k + 1)), lambda tree: tree[1].value),
 }
-
-
-def number_in(tree):
-    """The number that makes trees differ that print alike."""
-    if isinstance(tree, dict):
-        return next(iter(tree)).k
-    if isinstance(tree, Node):
-        return tree.k
-    kinds = [i for i, kind in enumerate(_KINDS) if type(tree) is kind]
-    return kinds[0] if kinds else tree[1].value
 
 
 @pytest.mark.parametrize("name", TREES)
 def test_trees_that_print_alike(name):
-    def take(batch, i):
-        return TREES[name](batch[0][i : i + 1], i % 2)
+    make, number = TREES[name]
 
     def loss(s, w):
         (x,) = (x for x in pytree.tree_leaves(s) if isinstance(x, torch.Tensor))
-        return (x @ w).sum() * (1 + number_in(s))
+        return (x @ w).sum() * (1 + number(s))
 
     x = torch.randn(5, 4).double()
-    check(loss, lambda: (x,), take)
+    check(loss, lambda: (x,), lambda batch, i: make(batch[0][i : i + 1], i % 2))
 
 
 @pytest.mark.parametrize("mode", ["hooks", "ghost_bk", "scan"])
-@pytest.mark.parametrize(
-    "values", [[0.0, -0.0, 1.0], [math.nan, 0.0, math.nan]], ids=["zeros", "nan"]
-)
+@pytest.mark.parametrize("values", [[0.0, -0.0, 1.0], [math.nan, 0.0, math.nan]])
 def test_numbers_that_seem_equal(values, mode):
     """The sign of a zero is an answer."""
 
-    def sign(x):
-        return 20 + 19 * math.copysign(1, x.item())
+    def then(m, x):
+        return m.fc(x[:, :3]) * (20 + 19 * math.copysign(1, x[:, 3].item()))
 
-    model = net(lambda m, x: m.fc(x[:, :3]) * sign(x[:, 3]), fc=(3, 3))().double()
-    batch = torch.randn(3, 4).double()
-    batch[:, 3] = torch.tensor(values)
-    expected = clipped_sum(oracle(model, batch, square_loss), "flat", C)
-    assert_same(in_mode(model, batch, square_loss, mode)(batch), expected, 1e-8)
+    batch = torch.cat([torch.randn(3, 3), torch.tensor(values)[:, None]], 1).double()
+    exact_in_mode(net(then, fc=(3, 3))().double(), batch, mode)
 
 
 @pytest.mark.parametrize("value", [-0.0, 1])
@@ -658,11 +578,9 @@ def test_state_that_seems_equal(value):
         m.kept = value if x.detach().sum() > 0 else m.kept
         return y
 
-    model = net(then, fc=(4, 3), kept=abs(float(value)))().double()
-    private = make_private(model, "ghost_bk", batch_size=3)
-    with pytest.raises(Refused, match="kept"):
-        for _ in range(2):
-            private.step(torch.ones(3, 4).double(), square_loss)
+    make = net(then, fc=(4, 3), kept=abs(float(value)))
+    ones = [torch.ones(3, 4).double()] * 2
+    check_steps(Case(make, ones, refused="kept"))
 
 
 # -- random numbers of a seed ----------------------------------------------------------
@@ -672,9 +590,9 @@ def masked(h, generator=None):
     return h * (torch.rand(h.shape, generator=generator, dtype=h.dtype) > 0.5) * 2
 
 
-def seeds(m, h):
+def seeds(m, h, drop=lambda h: F.dropout(h, 0.5)):
     torch.manual_seed(3)
-    return F.dropout(h, 0.5)
+    return drop(h)
 
 
 def seeds_behind(m, h):
@@ -683,46 +601,13 @@ def seeds_behind(m, h):
     return y
 
 
-def seeds_in_a_fork(m, h):
+def in_a_fork(m, h, then=seeds):
     with torch.random.fork_rng(devices=[]):
-        return seeds(m, h)
+        return then(m, h)
 
 
-def forks(m, h):
-    with torch.random.fork_rng(devices=[]):
-        return F.dropout(h, 0.5)
-
-
-def sets_a_state(m, h):
-    torch.set_rng_state(m.state)
-    return F.dropout(h, 0.5)
-
-
-def makes_a_generator(m, h):
-    return masked(h, torch.Generator().manual_seed(3))
-
-
-def draws_in_place(m, h):
-    generator = torch.Generator().manual_seed(3)
-    return h * torch.empty_like(h).bernoulli_(0.5, generator=generator)
-
-
-def holds_a_generator(m, h):
-    return masked(h, m.generator)
-
-
-def seeds_its_generator(m, h):
-    return masked(h, m.generator.manual_seed(3))
-
-
-def permutes(m, h):
-    torch.manual_seed(3)
-    return h[..., torch.randperm(h.shape[-1])]
-
-
-def of_kernel_of_torch(m, h):
-    torch.manual_seed(3)
-    return F.scaled_dot_product_attention(h, h, h, dropout_p=0.5)
+def made():
+    return torch.Generator().manual_seed(3)
 
 
 class Seeded(nn.Module):
@@ -732,7 +617,6 @@ class Seeded(nn.Module):
         super().__init__()
         self.then, self.one, self.two = then, nn.Linear(4, 4), nn.Linear(4, 2)
         self.generator = torch.Generator().manual_seed(1)
-        self.state = torch.Generator().manual_seed(7).get_state()
 
     def forward(self, x):
         return self.two(self.then(self, self.one(x)))
@@ -743,9 +627,42 @@ class Seeded(nn.Module):
         return new
 
 
-FIXED = (seeds, seeds_in_a_fork, sets_a_state, makes_a_generator, draws_in_place)
-FIXED += (seeds_its_generator, permutes, of_kernel_of_torch)
-SEEDED = (*FIXED, seeds_behind, forks, holds_a_generator)
+FIXED = {
+    "seeds": seeds,
+    "seeds in a fork": in_a_fork,
+    "makes a generator": lambda m, h: masked(h, made()),
+    "seeds its generator": lambda m, h: masked(h, m.generator.manual_seed(3)),
+    "of a kernel": lambda m, h: seeds(
+        m, h, lambda h: F.scaled_dot_product_attention(h, h, h, dropout_p=0.5)
+    ),
+}
+SEEDED = {
+    **FIXED,
+    "seeds behind": seeds_behind,
+    "forks": lambda m, h: in_a_fork(m, h, lambda m, h: F.dropout(h, 0.5)),
+    "holds a generator": lambda m, h: masked(h, m.generator),
+}
+
+
+@pytest.mark.parametrize("name", SEEDED)
+def test_random_numbers_that_a_forward_seeds(name):
+    """They were those of a place in the batch: a record less moved all behind it."""
+    batch, model = 20 * torch.randn(9, 5, 4), Seeded(SEEDED[name])
+    for mode in ("hooks", "ghost_bk", "scan"):
+        sums = in_mode(model, batch, square_loss, mode)
+
+        def call(some):
+            torch.manual_seed(11)
+            return sums(some)
+
+        assert distance(call(batch), call(batch[1:])) < C + 1e-3
+
+
+@pytest.mark.parametrize("name", FIXED)
+def test_random_numbers_are_those_of_a_sample_alone(name):
+    case = Case(lambda: Seeded(FIXED[name]), rows(3, 1, d=4))
+    for mode in case.modes:
+        check_steps(case, mode)
 
 
 def test_a_seed_that_is_there_already():
@@ -758,35 +675,12 @@ def test_a_seed_that_is_there_already():
         return h
 
     for taken in (1, 2):
-        torch.manual_seed(3)
-        torch.rand(taken)  # the program is elsewhere in its stream
         call = in_mode(Seeded(draws), torch.randn(3, 5, 4), square_loss, "scan")
         torch.manual_seed(3)
-        torch.rand(taken)
+        torch.rand(taken)  # the program is elsewhere in its stream
         call(torch.ones(3, 5, 4))
     first, second = masks[:3], masks[3:]
     assert not any(torch.equal(x, y) for x, y in zip(first, second))
-
-
-@pytest.mark.parametrize("then", SEEDED)
-def test_random_numbers_that_a_forward_seeds(then):
-    """They were those of a place in the batch: a record less moved all behind it."""
-    batch, model = 20 * torch.randn(9, 5, 4), Seeded(then)
-    for mode in ("hooks", "ghost_bk", "scan"):
-        sums = in_mode(model, batch, square_loss, mode)
-
-        def call(some):
-            torch.manual_seed(11)
-            return sums(some)
-
-        whole = call(batch)
-        assert distance(whole, call(batch[1:])) < C + 1e-3
-
-
-@pytest.mark.parametrize("then", FIXED)
-def test_random_numbers_are_those_of_a_sample_alone(then):
-    for mode in ("ghost_bk", "scan"):
-        steps(Seeded(then), rows(3, 1, d=4), mode)
 
 
 def test_a_generator_whose_state_data_decide():
@@ -804,49 +698,38 @@ def test_a_generator_whose_state_data_decide():
 # -- sums that fail, and gradients that others see -------------------------------------
 
 
-@pytest.mark.parametrize("mode", EVERY_MODE)
+def out_of_memory(monkeypatch, owner, name):
+    """The second call of a method fails."""
+    stock, count = getattr(owner, name), itertools.count()
+
+    def fails(*args):
+        if next(count) == 1:
+            raise torch.OutOfMemoryError("no memory")
+        return stock(*args)
+
+    monkeypatch.setattr(owner, name, fails)
+
+
+@every_mode
 def test_an_error_in_the_middle_of_a_sum(mode, monkeypatch):
     """Memory is out at the second parameter: nothing may be added on top of a part."""
     model, batch = nn.Linear(300, 300).double(), torch.randn(3, 300).double()
-    plain, expected = copy.deepcopy(model), expected_of(model, batch)
-    private = make_private(model, mode, batch_size=3, lr=0.0)
-    stock, count = GradSample.weighted_sum, itertools.count()
-
-    def weighted_sum(self, weights):
-        if next(count) == 1:
-            raise torch.OutOfMemoryError("no memory")
-        return stock(self, weights)
-
-    monkeypatch.setattr(GradSample, "weighted_sum", weighted_sum)
-    params = dict(plain.named_parameters())
-    with contextlib.suppress(torch.OutOfMemoryError):
-        given = lambda x: square_loss(plain, x).sum(), params, batch  # noqa: E731
-        assert_same(clipped_grads(*given, C).sums, expected, 1e-8)
-    count = itertools.count()
-    with contextlib.suppress(torch.OutOfMemoryError):
-        private.step(batch, square_loss)
-        got = {n: 3 * p.grad for n, p in model.named_parameters()}
-        assert_same(got, expected, 1e-8)
-
-
-def expected_of(model, batch):
-    return clipped_sum(oracle(model, batch, square_loss), "flat", C)
-
-
-def test_an_error_in_the_middle_of_gradients(monkeypatch):
-    model, batch = nn.Linear(4, 3).double(), torch.randn(3, 4).double()
-    stock, count = DenseGrads._put, itertools.count()
-
-    def put(self, *args):
-        if next(count) == 1:
-            raise torch.OutOfMemoryError("no memory")
-        return stock(self, *args)
-
-    monkeypatch.setattr(DenseGrads, "_put", put)
+    expected = clipped_sum(oracle(model, batch, square_loss), "flat", C)
+    private = make_private(copy.deepcopy(model), mode, batch_size=3, lr=0.0)
+    params = dict(model.named_parameters())
+    loss = lambda x: square_loss(model, x).sum()  # noqa: E731
+    for call in (
+        lambda: clipped_grads(loss, params, batch, C).sums,
+        lambda: private.step(batch, square_loss)
+        or {n: 3 * p.grad for n, p in zip(params, private.optimizer.params)},
+    ):
+        with monkeypatch.context() as patch:
+            out_of_memory(patch, GradSample, "weighted_sum")
+            with contextlib.suppress(torch.OutOfMemoryError):
+                assert_same(call(), expected, 1e-8)
+    out_of_memory(monkeypatch, DenseGrads, "_put")
     with pytest.raises(torch.OutOfMemoryError):
-        opacus_ext.per_sample_grads(
-            lambda x: model(x).square().sum(), dict(model.named_parameters()), batch
-        )
+        opacus_ext.per_sample_grads(loss, params, batch)
 
 
 def after_gradients(model, step):
@@ -854,13 +737,13 @@ def after_gradients(model, step):
         p.register_post_accumulate_grad_hook(step)
 
 
-def of_several(model, step):
-    torch.autograd.graph.register_multi_grad_hook(list(model.parameters()), step)
+def of_several(model, step, mode="all"):
+    given = list(model.parameters())
+    torch.autograd.graph.register_multi_grad_hook(given, step, mode=mode)
 
 
 def of_any(model, step):
-    given = list(model.parameters())
-    torch.autograd.graph.register_multi_grad_hook(given, step, mode="any")
+    of_several(model, step, "any")
 
 
 def plainly(model, x):
@@ -878,38 +761,29 @@ def by_checkpoint(model, x):
 @pytest.mark.parametrize("run", [plainly, by_function, by_checkpoint])
 @pytest.mark.parametrize("register", [after_gradients, of_several, of_any])
 def test_an_optimizer_in_the_backward_pass(register, run):
-    def made():
+    """Registered before, or by the loss."""
+    for mode in (None, "by the loss", *EVERY_MODE[: -1 if run is by_checkpoint else 9]):
+        if run is by_checkpoint and mode in EVERY_MODE:
+            continue
         model = nn.Linear(4, 3)
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-        return model, lambda *args: optimizer.step(), copy.deepcopy(model)
-
-    model, step, before = made()
-    register(model, step)
-    with pytest.raises(Refused, match="hook"):
-        params = dict(model.named_parameters())
-        clipped_grads(lambda x: run(model, x).sum(), params, torch.randn(3, 4), C)
-    for mode in EVERY_MODE if run is not by_checkpoint else ():
-        model, step, before = made()
-        private = make_private(model, mode, batch_size=3, lr=0.0)
-        register(model, step)
+        before, step = copy.deepcopy(model), lambda *args: optimizer.step()
+        params, x = dict(model.named_parameters()), torch.randn(3, 4)
+        if mode in EVERY_MODE:
+            private = make_private(model, mode, batch_size=3, lr=0.0)
+        if mode != "by the loss":
+            register(model, step)
         with pytest.raises(Refused, match="hook"):
-            private.step(torch.randn(3, 4), run)
-        for p, q in zip(model.parameters(), before.parameters()):
-            assert torch.equal(p, q)
-
-
-def test_an_optimizer_that_the_loss_adds():
-    model = nn.Linear(4, 3)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-
-    def loss(x):
-        after_gradients(model, lambda *args: optimizer.step())
-        return by_function(model, x).sum()
-
-    before = copy.deepcopy(model)
-    with pytest.raises(Refused, match="hook"):
-        clipped_grads(loss, dict(model.named_parameters()), torch.randn(3, 4), C)
-    assert torch.equal(before.weight, model.weight)
+            if mode in EVERY_MODE:
+                private.step(x, run)
+            elif mode is None:
+                clipped_grads(lambda x: run(model, x).sum(), params, x, C)
+            else:
+                clipped_grads(
+                    lambda x: register(model, step) or by_function(model, x).sum(),
+                    *(params, x, C),
+                )
+        assert_same(model.state_dict(), before.state_dict(), 0)
 
 
 class Writes(torch.autograd.Function):
@@ -922,30 +796,28 @@ class Writes(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        with torch.no_grad():
-            ctx.p.add_(grad.sum())
+        write(ctx.p, grad)
         return grad, None
 
 
-def written_by_function(model, x):
-    return Writes.apply(model(x), model.weight.detach())
+def write(parameter, x):
+    with torch.no_grad():
+        parameter.add_(x.sum())
 
 
-def written_by_hook(model, x):
-    y = model(x)
+def written_by_function(layer, x):
+    return Writes.apply(layer(x), layer.weight.detach())
 
-    def write(grad):
-        with torch.no_grad():
-            model.weight.add_(grad.sum())
 
-    y.register_hook(write)
+def written_by_hook(layer, x):
+    y = layer(x)
+    y.register_hook(lambda grad: write(layer.weight, grad))
     return y
 
 
-def written_by_loss(model, x):
-    y = model(x)
-    with torch.no_grad():
-        model.weight.add_(x.sum())
+def written_by_loss(layer, x):
+    y = layer(x)
+    write(layer.weight, x)
     return y
 
 
@@ -953,29 +825,15 @@ def written_by_loss(model, x):
 @pytest.mark.parametrize("mode", [None, *EVERY_MODE])
 def test_parameters_that_are_written_to(run, mode):
     """Here, or by autograd, or by the check of the forward pass."""
-    torch.manual_seed(0)
-    model = nn.Linear(4, 3)
+    model = net(lambda m, x: run(m.layer, x), layer=(4, 3))()
     said = "changed in the|modified by an inplace|its forward changes"
-    if mode is None:
-        params = dict(model.named_parameters())
-        with pytest.raises((Refused, RuntimeError), match=said):
-            clipped_grads(
-                lambda x: run(model, x).square().sum(), params, torch.randn(3, 4), C
-            )
-        return
-
-    class Around(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = model
-
-        def forward(self, x):
-            return run(self.layer, x)
-
-    private = make_private(Around(), mode, batch_size=3, lr=0.0)
     with pytest.raises((Refused, RuntimeError), match=said):
+        if mode is None:
+            params, x = dict(model.named_parameters()), torch.randn(3, 4)
+            clipped_grads(lambda x: square_loss(model, x).sum(), params, x, C)
+        private = make_private(model, mode, batch_size=3, lr=0.0)
         private.step(torch.randn(3, 4), square_loss)
-    assert not private.engine.accountant.history
+    assert mode is None or not private.engine.accountant.history
 
 
 # -- losses without a graph, and what is no loss ---------------------------------------
@@ -991,43 +849,31 @@ def inference(model, x):
         return model(x).sum()
 
 
-def integers(model, x):
-    return (model(x) > 0).sum()
-
-
-def detached(model, x):
-    return model(x).detach().sum()
-
-
-def of_a_copy(model, x):
-    return copy.deepcopy(model)(x).sum()
-
-
 def of_another(model, x):
-    other = nn.Linear(4, 3)
-    return (other.weight * 2 @ x.mT).sum()
+    return (nn.Linear(4, 3).weight * 2 @ x.mT).sum()
 
 
 @pytest.mark.parametrize(
-    "loss", [no_grad, inference, integers, detached, of_a_copy, of_another]
+    "loss",
+    [
+        *(no_grad, inference, of_another),
+        lambda model, x: (model(x) > 0).sum(),
+        lambda model, x: model(x).detach().sum(),
+        lambda model, x: copy.deepcopy(model)(x).sum(),
+    ],
 )
 @pytest.mark.parametrize("size", [1, 3])
 def test_losses_without_a_graph(loss, size):
     """No parameter is reached by any sample: torch refuses that, too."""
     model, batch = nn.Linear(4, 3), torch.randn(size, 4)
-    given = (
-        lambda x: loss(model, x),
-        dict(model.named_parameters()),
-        batch,
-    )  # noqa: E731
+    given = (lambda x: loss(model, x)), dict(model.named_parameters()), batch
     for call in (opacus_ext.per_sample_grads, lambda *args: clipped_grads(*args, C)):
         with pytest.raises(Refused, match="depends on a parameter"):
             call(*given)
-    if loss is not of_another:
-        for mode in EVERY_MODE:
-            private = make_private(copy.deepcopy(model), mode, batch_size=size)
-            with pytest.raises((RuntimeError, ValueError)):
-                private.step(batch, lambda m, x: loss(m, x) * torch.ones(size))
+    for mode in EVERY_MODE if loss is not of_another else ():
+        private = make_private(copy.deepcopy(model), mode, batch_size=size)
+        with pytest.raises((RuntimeError, ValueError)):
+            private.step(batch, lambda m, x: loss(m, x) * torch.ones(size))
 
 
 def test_some_samples_without_a_graph():
@@ -1041,80 +887,22 @@ def test_some_samples_without_a_graph():
     assert clipped_grads(loss, {"w": w}, x, C).norms.tolist() == [4, 0, 4]
 
 
-@pytest.mark.parametrize(
-    "aux, said",
-    [
-        ("a", "type str"),
-        ({"x": [None]}, "type NoneType"),
-        (object(), "type object"),
-        (np.str_("a"), "type str_"),
-        (np.array([None, "a"]), "type ndarray"),
-        (torch.eye(2).to_sparse(), "torch.sparse_coo tensor"),
-    ],
-)
-def test_auxiliary_values_that_are_none(aux, said):
-    w, x = weight(4, 4), torch.ones(2, 4).double()
-    with pytest.raises(Refused, match=said):
-        clipped_grads(lambda x: ((x @ w).sum(), aux), {"w": w}, x, C)
-    assert clipped_grads(lambda x: ((x @ w).sum(), None), {"w": w}, x, C).aux is None
-
-
-@pytest.mark.parametrize(
-    "batch, said",
-    [
-        (torch.eye(4).to_sparse_csr(), "torch.sparse_csr"),
-        (torch.eye(4).to_sparse(), "torch.sparse_coo"),
-        ({"ids": [[1, 2], [3, 4]]}, "type int"),
-        ({"x": torch.ones(2, 4), "names": ["a", "b"]}, "type str"),
-        (torch.nested.nested_tensor([torch.ones(4)] * 2), "nested tensors"),
-    ],
-    ids=["csr", "coo", "lists", "strings", "nested"],
-)
-def test_batches_that_can_not_be_cut(batch, said):
-    w = weight(4, 4)
-    with pytest.raises(Refused, match=said):
-        clipped_grads(lambda s: (s @ w).sum(), {"w": w}, batch, C)
-
-
-@pytest.mark.parametrize(
-    "params, given, said",
-    [
-        (lambda w: [w], {}, "params is a dict.*list"),
-        (lambda w: nn.Linear(2, 2), {}, "params is a dict.*Linear"),
-        (lambda w: None, {}, "params is a dict.*NoneType"),
-        (lambda w: {"w": w}, {"microbatch": True}, "microbatch.*True"),
-        (lambda w: {"w": w}, {"take": 3}, "take is a function.*int"),
-    ],
-)
-def test_arguments_of_another_kind(params, given, said):
-    w, x = weight(4, 4), torch.ones(2, 4).double()
-    with pytest.raises(Refused, match=said):
-        clipped_grads(lambda x: (x @ w).sum(), params(w), x, C, **given)
-
-
-def test_complex_losses():
-    w, x = weight(4, 4), torch.ones(2, 4).double()
-    with pytest.raises(Refused, match="one real number.*complex"):
-        clipped_grads(lambda x: (x @ w).sum() * 1j, {"w": w}, x, C)
-
-
 def test_mappings_that_are_no_dicts():
     """A sample is a mapping of the same kind."""
     w, x = weight(4, 4), torch.randn(3, 4).double()
     batch = BatchEncoding({"x": x, "k": torch.tensor([1, 2, 3])})
     found = clipped_grads(lambda s: (s.x @ w).sum() * s["k"], {"w": w}, batch, C)
-    plain = clipped_grads(
-        lambda s: (s["x"] @ w).sum() * s["k"], {"w": w}, dict(batch), C
-    )
-    assert torch.equal(found.norms, plain.norms)
+    expected = 2 * x.norm(dim=1) * torch.tensor([1, 2, 3])  # [1, 4]: all columns alike
+    torch.testing.assert_close(found.norms, expected)
 
 
 def test_compiled_calls_that_eager_ones_allow():
-    model, params = nn.Linear(4, 3), {}
-    params.update(model.named_parameters())
+    model = nn.Linear(4, 3)
 
     def step(x, **kwargs):
-        return clipped_grads(lambda x: model(x).square().sum(), params, x, C, **kwargs)
+        loss, params = lambda x: model(x).square().sum(), {}
+        params.update(model.named_parameters())
+        return clipped_grads(loss, params, x, C, **kwargs)
 
     compiled = torch.compile(step, fullgraph=True, backend="eager")
     found = compiled(torch.randn(0, 4))

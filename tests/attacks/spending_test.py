@@ -10,50 +10,17 @@ from opacus.accountants import create_accountant
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-import opacus_ext  # noqa: F401
 from opacus_ext import Refused
 from opacus_ext.losses import PerSample
 from opacus_ext.statement import read_statement
-from tests.adapter.common import EVERY_MODE
 from tests.common import assert_same, clipped_sum, make_private, oracle, square_loss
+from tests.zoo import every_mode
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 C, N, DELTA = 1.0, 6, 1e-3
 
 
 # -- two passes over records that were drawn once --------------------------------------
-
-
-def same(x):
-    return x, x
-
-
-def copied(x):
-    return x, x.clone()
-
-
-def viewed(x):
-    return x, x[:]
-
-
-def overlapping(x):
-    return x[: N - 1], x[1:]
-
-
-def part_again(x):
-    return x, x[:1]
-
-
-def turned(x):
-    return x, x.flip(0)
-
-
-def augmented(x):
-    """Two views of each record."""
-    return x + 0.1, x - 0.1
-
-
-TWICE = same, copied, viewed, overlapping, part_again, turned, augmented
 
 
 def accumulated(private, parts):
@@ -67,78 +34,100 @@ def skipped(private, parts):
     """As BatchMemoryManager accumulates."""
     for i, part in enumerate(parts, 1):
         private.optimizer.signal_skip_step(i < len(parts))
-        private.optimizer.zero_grad()
-        private.backward(part, square_loss)
-        private.optimizer.step()
+        private.step(part, square_loss)
 
 
-def drawn(mode, records=None):
+class Drawn:
     """A private layer, and the records of a draw of its loader."""
-    torch.manual_seed(0)
-    model = nn.Linear(3, 2).double()
-    data = TensorDataset(torch.randn(N, 3).double() if records is None else records)
-    private = make_private(model, mode, batch_size=N, dataset=data, max_grad_norm=C)
-    ((x,),) = itertools.islice(private.loader, 1)
-    return private, model, x
+
+    def __init__(self, mode, records=None):
+        torch.manual_seed(0)
+        self.model = nn.Linear(3, 2).double()
+        records = torch.randn(N, 3).double() if records is None else records
+        given = dict(batch_size=N, dataset=TensorDataset(records), max_grad_norm=C)
+        self.private = make_private(self.model, mode, lr=0.0, **given)
+        self.batches = [x for (x,) in self.private.loader]
+
+    def check(self, act, loss=square_loss):
+        """What ``act(private, x)`` releases is the clipped sum of the first draw."""
+        x = self.batches[0]
+        expected = clipped_sum(oracle(self.model, x, loss), "flat", C)
+        act(self.private, x)
+        found = {n: p.grad * N for n, p in self.model.named_parameters()}
+        assert_same(found, expected, 1e-8)
 
 
-@pytest.mark.parametrize("mode", EVERY_MODE)
+TWICE = {
+    "same": lambda x: (x, x),
+    "copied": lambda x: (x, x.clone()),
+    "viewed": lambda x: (x, x[:]),
+    "overlapping": lambda x: (x[:-1], x[1:]),
+    "a part again": lambda x: (x, x[:1]),
+    "turned": lambda x: (x, x.flip(0)),
+    "two views of each": lambda x: (x + 0.1, x - 0.1),
+}
+
+
+@every_mode
 @pytest.mark.parametrize("loop", [accumulated, skipped])
 @pytest.mark.parametrize("parts", TWICE)
 def test_records_are_clipped_once(mode, loop, parts):
-    private, model, x = drawn(mode)
-    before = copy.deepcopy(model.state_dict())
+    drawn = Drawn(mode)
+    private, before = drawn.private, copy.deepcopy(drawn.model.state_dict())
     with pytest.raises(Refused, match="second backward pass|a second time"):
-        loop(private, parts(x))
-    assert_same(model.state_dict(), before, 0)
+        loop(private, TWICE[parts](drawn.batches[0]))
+    assert_same(drawn.model.state_dict(), before, 0)
     assert not private.engine.accountant.history
     private.optimizer.zero_grad()
     private.optimizer.drop_logical_batch()
-    expected = clipped_sum(oracle(model, x, square_loss), "flat", C)
-    private.step(next(iter(private.loader))[0], square_loss)
-    found = {n: p.grad * N for n, p in model.named_parameters()}
-    assert_same(found, expected, 1e-8)
+    drawn.batches = [x for (x,) in private.loader]
+    drawn.check(lambda private, x: private.step(x, square_loss))
 
 
-@pytest.mark.parametrize("mode", ["hooks", "functorch"])
-def test_the_gradient_of_two_losses_is_of_one_record(mode):
+def both(model, x):
     """A loss that calls the model twice is one pass, of which a record has one part."""
-    private, model, x = drawn(mode)
-    private.optimizer.zero_grad()
-
-    def both(model, x):
-        return square_loss(model, x) + square_loss(model, 2 * x)
-
-    expected = clipped_sum(oracle(model, x, both), "flat", C)
-    private.backward(x, both)
-    private.optimizer.step()
-    found = {n: p.grad * N for n, p in model.named_parameters()}
-    assert_same(found, expected, 1e-8)
+    return square_loss(model, x) + square_loss(model, 2 * x)
 
 
-@pytest.mark.parametrize("mode", EVERY_MODE)
-@pytest.mark.parametrize(
-    "parts", [lambda x: (x[:2], x[2:]), lambda x: x.split(1)], ids=["two", "one by one"]
-)
-def test_parts_of_a_draw_are_added(mode, parts):
-    private, model, x = drawn(mode)
-    expected = clipped_sum(oracle(model, x, square_loss), "flat", C)
-    skipped(private, parts(x))
-    found = {n: p.grad * N for n, p in model.named_parameters()}
-    assert_same(found, expected, 1e-8)
+ONES = torch.ones(2 * N, 3).double()
+modes_of_hooks = "hooks", "functorch"
 
 
-@pytest.mark.parametrize("mode", ["hooks", "functorch"])
+@every_mode
+def test_parts_of_a_draw_are_added(mode):
+    """Also of records whose bits are equal, if the loader tells."""
+    Drawn(mode).check(lambda private, x: skipped(private, (x[:2], x[2:])))
+    Drawn(mode).check(lambda private, x: skipped(private, x.split(1)))
+    Drawn(mode, ONES[:N]).check(lambda p, x: skipped(p, x.clone().chunk(2)))
+    if mode in modes_of_hooks:
+        Drawn(mode).check(lambda private, x: private.step(x, both), both)
+
+
+@pytest.mark.parametrize("mode", modes_of_hooks)
 def test_other_draws_are_accumulated(mode):
     """Where Opacus allows it; equal records may be drawn by both."""
-    private, model, x = drawn(mode, records=torch.ones(2 * N, 3).double())
-    batches = [x for (x,) in private.loader]
-    expected = clipped_sum(oracle(model, batches[0], square_loss), "flat", C)
-    accumulated(private, batches)
-    found = {n: p.grad * N for n, p in model.named_parameters()}
-    assert_same(found, expected, 1e-8)
-    ((_, rate, steps),) = private.engine.accountant.history
+    drawn = Drawn(mode, ONES)
+    drawn.check(lambda private, x: accumulated(private, drawn.batches))
+    ((_, rate, steps),) = drawn.private.engine.accountant.history
     assert (rate, steps) == (1.0, 1)
+
+
+@every_mode
+def test_another_optimizer_on_clipped_sums(mode):
+    """In hooks, ``p.grad`` is of the whole batch, and is what Opacus leaves there."""
+    drawn = Drawn(mode)
+    private, before = drawn.private, copy.deepcopy(drawn.model.state_dict())
+    other = torch.optim.SGD(drawn.model.parameters(), 0.1)
+    private.optimizer.zero_grad()
+    private.backward(drawn.batches[0], square_loss)
+    if mode in modes_of_hooks:
+        return
+    with pytest.raises(Refused, match="have no noise yet"):
+        other.step()
+    assert_same(drawn.model.state_dict(), before, 0)
+    private.optimizer.step()
+    private.optimizer.zero_grad()
+    other.step()  # of nothing
 
 
 # -- statements ------------------------------------------------------------------------
@@ -170,6 +159,18 @@ class Run:
             outputs = self.module(x if form is None else form(x))
             self.criterion(outputs[:, 0]).backward()
             self.optimizer.step()
+        return self
+
+    def at(self, path):
+        return dict(path=str(path), module=self.module, optimizer=self.optimizer)
+
+    def saved(self, folder):
+        """The content of the statement of a checkpoint, and its path."""
+        self.engine.save_checkpoint(**self.at(folder / "run.pt"))
+        return read_statement(folder / "run.pt", DELTA).content, folder / "run.pt"
+
+    def loads(self, path):
+        self.engine.load_checkpoint(**self.at(path))
         return self
 
     @property
@@ -216,15 +217,10 @@ def test_a_warning_is_in_the_statement(loop, tmp_path):
         assert content["holds"] == "no" and content["epsilon"] is None
         assert any(BROKEN[loop] in note for note in content["notes"])
         run.train(2)
-    path = str(tmp_path / "checkpoint.pt")
-    run.engine.save_checkpoint(path=path, module=run.module, optimizer=run.optimizer)
-    content = read_statement(path, DELTA).content
+    content, path = run.saved(tmp_path)
     assert content["holds"] == "no"
     assert any(BROKEN[loop] in note for note in content["notes"])
-    new = Run()
-    given = dict(module=new.module, optimizer=new.optimizer)
-    new.engine.load_checkpoint(path=path, **given)
-    assert new.train(2).stated["holds"] == "no"
+    assert Run().loads(path).train(2).stated["holds"] == "no"
 
 
 def test_a_run_that_never_takes_from_its_loader():
@@ -244,79 +240,45 @@ def test_an_accountant_of_one_rate_says_what_it_can_not_count():
     assert run.stated["holds"] == "no"
 
 
-def cleared(optimizer, called):
+def cleared(optimizer, hook):
     optimizer.step_hook = None
-    optimizer.attach_step_hook(called.append)
+    optimizer.attach_step_hook(hook)
 
 
-def set_anew(optimizer, called):
-    optimizer.step_hook = called.append
-
-
-def attached(optimizer, called):
-    optimizer.attach_step_hook(called.append)
-
-
-@pytest.mark.parametrize("change", [cleared, set_anew, attached])
-@pytest.mark.parametrize("mode", EVERY_MODE)
+@pytest.mark.parametrize(
+    "change",
+    [
+        cleared,
+        lambda optimizer, hook: setattr(optimizer, "step_hook", hook),
+        lambda optimizer, hook: optimizer.attach_step_hook(hook),
+    ],
+)
+@every_mode
 def test_hooks_that_users_set_leave_the_count(change, mode):
     run, called = Run(grad_sample_mode=mode), []
-    change(run.optimizer, called)
+    change(run.optimizer, called.append)
     run.train(3)
     assert run.engine.accountant.history == [(1.0, 0.25, 3)]
     assert len(called) == 3
-
-
-@pytest.mark.parametrize("mode", EVERY_MODE)
-def test_another_optimizer_on_clipped_sums(mode):
-    """In hooks, ``p.grad`` is of the whole batch, and is what Opacus leaves there."""
-    private, model, x = drawn(mode)
-    other, before = torch.optim.SGD(model.parameters(), 0.1), copy.deepcopy(model)
-    private.optimizer.zero_grad()
-    private.backward(x, square_loss)
-    if mode in ("hooks", "functorch"):
-        return
-    with pytest.raises(Refused, match="have no noise yet"):
-        other.step()
-    assert_same(model.state_dict(), before.state_dict(), 0)
-    private.optimizer.step()
-    private.optimizer.zero_grad()
-    other.step()  # of nothing
-
-
-@pytest.mark.parametrize("mode", EVERY_MODE)
-def test_equal_records_of_a_draw_in_parts(mode):
-    """Records whose bits are equal are no second pass, if the loader tells."""
-    private, model, x = drawn(mode, torch.ones(N, 3).double())
-    expected = clipped_sum(oracle(model, x, square_loss), "flat", C)
-    skipped(private, x.clone().chunk(2))
-    found = {n: p.grad * N for n, p in model.named_parameters()}
-    assert_same(found, expected, 1e-8)
 
 
 def test_a_checkpoint_has_what_others_have_spent(tmp_path):
     """Of other engines, which trained the same parameters, and what is not covered."""
     first = Run().train(4)
     first.module.cleanup()
-    second, path = Run(model=first.model).train(3), str(tmp_path / "run.pt")
-    given = dict(module=second.module, optimizer=second.optimizer)
-    second.engine.save_checkpoint(path=path, **given)
+    content, path = Run(model=first.model).train(3).saved(tmp_path)
     whole = epsilon((1.0, 0.25, 7))
-    assert read_statement(path, DELTA).content["epsilon"] == pytest.approx(whole)
-    third = Run()
-    given = dict(module=third.module, optimizer=third.optimizer)
-    third.engine.load_checkpoint(path=path, **given)
+    assert content["epsilon"] == pytest.approx(whole)
+    third = Run().loads(path)
     assert third.stated["epsilon"] == pytest.approx(whole)
     third.train(2)
     assert third.stated["epsilon"] == pytest.approx(epsilon((1.0, 0.25, 9)))
 
 
 def test_a_checkpoint_has_what_its_accountant_has_lost(tmp_path):
-    run, path = Run().train(4), str(tmp_path / "run.pt")
+    run = Run().train(4)
     run.engine.accountant.history.clear()
-    given = dict(module=run.module, optimizer=run.optimizer)
-    run.engine.save_checkpoint(path=path, **given)
-    content = read_statement(path, DELTA).content
+    content, _ = run.saved(tmp_path)
     assert content["epsilon"] == pytest.approx(epsilon((1.0, 0.25, 4)))
 
 
@@ -369,28 +331,17 @@ def test_two_engines_train_the_same_parameters():
     assert second.engine.get_epsilon(DELTA) < expected  # of its own steps
 
 
-def emptied(engine):
-    engine.accountant.history.clear()
-
-
-def replaced(engine):
-    engine.accountant = create_accountant("prv")
-
-
-def of_another_kind(engine):
-    engine.accountant = create_accountant("rdp")
-
-
-def restated(engine):
-    engine.accountant.load_state_dict(create_accountant("prv").state_dict())
-
-
-def shrunk(engine):
-    engine.accountant.history[:] = [(9.0, 0.25, 4)]
-
-
 @pytest.mark.parametrize(
-    "change", [emptied, replaced, of_another_kind, restated, shrunk]
+    "change",
+    [
+        lambda engine: engine.accountant.history.clear(),
+        lambda engine: setattr(engine, "accountant", create_accountant("prv")),
+        lambda engine: setattr(engine, "accountant", create_accountant("rdp")),
+        lambda engine: engine.accountant.load_state_dict(
+            create_accountant("prv").state_dict()
+        ),
+        lambda engine: engine.accountant.history.__setitem__(0, (9.0, 0.25, 4)),
+    ],
 )
 def test_an_accountant_that_is_replaced_forgets_nothing(change):
     run = Run().train(4)
@@ -401,9 +352,9 @@ def test_an_accountant_that_is_replaced_forgets_nothing(change):
     assert content["epsilon"] >= least and content["steps"] >= 4
     assert any("the accountant does not have" in note for note in content["notes"])
     run.train(2)
-    more = epsilon((1.0, 0.25, 6))
-    assert run.engine.get_epsilon(DELTA) >= more - 1e-9
-    assert run.stated["epsilon"] >= more - 1e-9
+    more = epsilon((1.0, 0.25, 6)) - 1e-9
+    assert run.engine.get_epsilon(DELTA) >= more
+    assert run.stated["epsilon"] >= more
 
 
 @pytest.mark.parametrize("rate, counts", [(0.5, 0.5), (0.25, 0.25), (0.1, 0.25)])
@@ -421,18 +372,15 @@ def test_the_loader_of_another_engine(rate, counts):
 
 def test_runs_that_are_seeded_alike():
     """Their noise is the same, as Opacus's is; what that means is told and stated."""
+
+    def is_told(run):
+        return any("the same" in text for text in run.stated["not_covered"])
+
     torch.manual_seed(3)
     first = Run().train(2)
     torch.manual_seed(3)
     second = Run()
     with pytest.warns(UserWarning, match="the same noise"):
         second.train(2)
-    assert any("the same noise" in text for text in second.stated["not_covered"])
-    assert not any("the same noise" in text for text in first.stated["not_covered"])
-
-
-def test_runs_that_are_not():
-    torch.manual_seed(12345)
-    first, second = Run().train(2), Run().train(2)
-    for run in first, second:
-        assert not any("the same" in text for text in run.stated["not_covered"])
+    others = Run().train(2), Run().train(2)
+    assert is_told(second) and not any(map(is_told, (first, *others)))

@@ -7,7 +7,6 @@ statement.
 
 import itertools
 import random
-from collections import Counter
 
 import pytest
 import torch
@@ -20,26 +19,24 @@ from opacus_ext import PrivacyEngine, Refused
 from opacus_ext.losses import PerSample
 from opacus_ext.optimizers import Banded
 from opacus_ext.statement import read_statement
-from tests.training import SHORT
+from tests.zoo import every_mode
 
-from .observer import LR, RECORDS, Model, Observer
+from .front_ends import lightning_of, trainer_of
+from .observer import LR, RECORDS, Model, Observer, steps_of
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 SIZE, SIGMA, BOUND, DELTA, STEPS = 16, 1.5, 0.3, 1e-3, 12
 RATE = SIZE / RECORDS
-MODES = pytest.mark.parametrize("mode", ["hooks", "ghost", "ghost_bk", "scan", "auto"])
 
 
 class Run:
     """A run of ``make_private``, observed."""
 
-    def __init__(self, mode, observer=None, prepare=None, **kwargs):
-        self.seen = observer or Observer()
-        seen = self.seen
+    def __init__(self, mode="ghost_bk", observer=None, prepare=None, **kwargs):
+        self.seen = seen = observer or Observer()
         self.engine = kwargs.pop("engine", None) or PrivacyEngine(accountant="prv")
-        loader = DataLoader(
-            seen.data, batch_size=SIZE, num_workers=kwargs.pop("workers", 0)
-        )
+        workers = kwargs.pop("workers", 0)
+        loader = DataLoader(seen, batch_size=SIZE, num_workers=workers)
         given = seen.model, seen.optimizer, loader
         module, optimizer, loader = prepare(*given) if prepare else given
         chosen = dict(noise_multiplier=SIGMA, max_grad_norm=BOUND, **kwargs)
@@ -51,40 +48,33 @@ class Run:
             grad_sample_mode=mode,
             **chosen,
         )
-        self.criterion = criterion[0] if criterion else None
+        self.criterion = criterion[0] if criterion else torch.mean
 
     def step(self, batch):
         x, y = batch
         self.optimizer.zero_grad()
         losses = torch.nn.functional.cross_entropy(self.module(x), y, reduction="none")
-        if self.criterion is None:
-            losses.mean().backward()
-        else:
-            self.criterion(losses).backward()
+        self.criterion(losses).backward()
         self.optimizer.step()
 
-    def stated(self):
-        """The number of steps by rate, and whether the guarantee holds."""
-        content = self.engine.privacy_statement(delta=DELTA).content
-        steps = Counter()
-        for phase in content["phases"]:
-            steps[phase["sample_rate"]] += phase["steps"]
-        return {**steps, "holds": content["holds"]}
+    def physical(self):
+        return BatchMemoryManager(
+            data_loader=self.loader, max_physical_batch_size=5, optimizer=self.optimizer
+        )
+
+    def content(self):
+        return self.engine.privacy_statement(delta=DELTA).content
 
     def check(self, replays=0):
-        content = self.engine.privacy_statement(delta=DELTA).content
-        self.seen.check(content, BOUND, SIZE, replays)
-        assert content["holds"] == "no" or content[
-            "epsilon"
-        ] == self.engine.get_epsilon(DELTA)
+        self.seen.check(self.engine, BOUND, SIZE, replays)
 
 
 # -- loops that are the user's ---------------------------------------------------------
 
 
-def plainly(run):
+def plainly(run, make=iter):
     for _ in range(STEPS // 4):
-        for batch in run.loader:
+        for batch in make(run.loader):
             run.step(batch)
 
 
@@ -94,26 +84,15 @@ def left_early(run):
             run.step(batch)
 
 
-def listed(run):
-    """The batches of an epoch are made before the first step."""
-    for _ in range(STEPS // 4):
-        for batch in list(run.loader):
-            run.step(batch)
-
-
 def physically(run):
-    given = dict(max_physical_batch_size=5, optimizer=run.optimizer)
     for _ in range(STEPS // 4):
-        with BatchMemoryManager(data_loader=run.loader, **given) as loader:
+        with run.physical() as loader:
             for batch in loader:
                 run.step(batch)
 
 
-LOOPS = [plainly, left_early, physically]
-
-
-@MODES
-@pytest.mark.parametrize("loop", LOOPS)
+@every_mode
+@pytest.mark.parametrize("loop", [plainly, left_early, physically])
 def test_a_loop(mode, loop):
     run = Run(mode)
     loop(run)
@@ -121,12 +100,10 @@ def test_a_loop(mode, loop):
 
 
 def test_draws_that_are_made_before_they_are_used():
+    """The batches of an epoch are made before the first step."""
     run = Run("hooks")
-    listed(run)
-    run.seen.steps = [
-        step._replace(records=[i]) for i, step in enumerate(run.seen.steps)
-    ]
-    content = run.engine.privacy_statement(delta=DELTA).content
+    plainly(run, list)
+    content = run.content()
     assert content["holds"] == "yes" and content["steps"] == len(run.seen.steps)
 
 
@@ -145,11 +122,11 @@ def one_batch(run):
         run.step(batch)
 
 
-def list_again(run):
+def list_again(run, form=list):
     batches = list(run.loader)
     for _ in range(STEPS // 4):
         for batch in batches:
-            run.step(batch)
+            run.step(form(batch))
 
 
 def at_random(run):
@@ -158,12 +135,13 @@ def at_random(run):
         run.step(chooses.choice(batches))
 
 
-def copied(run):
+def cloned(batch):
     """What goes to another device is in other tensors."""
-    batches = list(run.loader)
-    for _ in range(STEPS // 4):
-        for batch in batches:
-            run.step([x.clone() for x in batch])
+    return [x.clone() for x in batch]
+
+
+def copied(run):
+    list_again(run, cloned)
 
 
 def seeded(run, form=list):
@@ -175,7 +153,7 @@ def seeded(run, form=list):
 
 
 def seeded_and_copied(run):
-    seeded(run, lambda batch: [x.clone() for x in batch])
+    seeded(run, cloned)
 
 
 def in_turn(run):
@@ -192,14 +170,8 @@ def epsilon_of(*history):
 
 
 AGAIN = {
-    cycled: STEPS - 4,
-    one_batch: STEPS - 1,
-    list_again: STEPS - 4,
-    at_random: STEPS - 4,
-    copied: STEPS - 4,
-    seeded: STEPS - 4,
-    seeded_and_copied: STEPS - 4,
-    in_turn: 4,
+    **dict.fromkeys((cycled, list_again, at_random, copied, seeded), STEPS - 4),
+    **{seeded_and_copied: STEPS - 4, one_batch: STEPS - 1, in_turn: 4},
 }
 
 
@@ -211,11 +183,10 @@ def test_a_draw_that_comes_back(mode, loop):
     with pytest.warns(UserWarning, match="no new draw") as caught:
         loop(run)
     assert sum("no new draw" in str(w.message) for w in caught) == 1
-    content = run.engine.privacy_statement(delta=DELTA).content
+    content, steps = run.content(), steps_of(run.content())
     assert content["holds"] == "no" and content["epsilon"] is None
     assert "no new draw" in run.engine.privacy_statement(delta=DELTA).text
-    steps = run.stated()
-    assert steps[RATE] <= 5 and steps[1.0] >= AGAIN[loop] and len(steps) == 3
+    assert steps.pop(RATE) <= 5 and steps.pop(1.0) >= AGAIN[loop] and not steps
     least = epsilon_of((SIGMA, RATE, 4), (SIGMA, 1.0, AGAIN[loop] - 1))
     assert run.engine.get_epsilon(DELTA) >= least
     assert content["epsilon_if_poisson"] >= least
@@ -223,16 +194,15 @@ def test_a_draw_that_comes_back(mode, loop):
 
 @pytest.mark.parametrize("loop", [cycled, in_turn])
 def test_a_draw_that_comes_back_to_correlated_noise(loop):
-    run = Run("ghost_bk", noise=Banded(2, steps=STEPS))
+    run = Run(noise=Banded(2, steps=STEPS))
     with pytest.raises(Refused, match="come back"):
         loop(run)
 
 
 def test_parts_of_a_draw_that_come_back():
     """Physical batches of a second round are steps of their own."""
-    run = Run("ghost_bk")
-    given = dict(max_physical_batch_size=5, optimizer=run.optimizer)
-    with BatchMemoryManager(data_loader=run.loader, **given) as loader:
+    run = Run()
+    with run.physical() as loader:
         for batch in itertools.islice(itertools.cycle(loader), 40):
             run.step(batch)
     replays = len(run.seen.steps) - 4
@@ -241,97 +211,61 @@ def test_parts_of_a_draw_that_come_back():
 
 
 def test_draws_by_workers():
-    run = Run("ghost_bk", workers=2)
+    run = Run(workers=2)
     plainly(run)
-    assert run.stated() == {"holds": "yes", RATE: len(run.seen.steps)}
-    run = Run("ghost_bk", workers=2)
+    assert run.content()["holds"] == "yes"
+    assert steps_of(run.content()) == {RATE: len(run.seen.steps)}
+    run = Run(workers=2)
     cycled(run)
-    found = run.stated()
-    assert found.pop("holds") == "no"
-    assert found[RATE] <= 5 and found[1.0] >= STEPS - 4
+    steps = steps_of(run.content())
+    assert run.content()["holds"] == "no"
+    assert steps[RATE] <= 5 and steps[1.0] >= STEPS - 4
 
 
 # -- front ends ------------------------------------------------------------------------
 
+PRIVACY = dict(noise_multiplier=SIGMA, accountant="prv")
 
-def by_accelerate(observer):
-    """Accelerate's loader takes a batch before the step on the one before."""
+
+def by_accelerate():
+    """Its loader takes a batch before the step on the one before."""
     accelerator = pytest.importorskip("accelerate").Accelerator(cpu=True)
-    run = Run("ghost_bk", observer, accelerator.prepare)
+    run = Run("ghost_bk", Observer(ahead=True), accelerator.prepare)
     plainly(run)
-    return run.engine
+    return run.seen, run.engine
 
 
-def by_trainer(observer, folder, cls=None, **given):
-    transformers = pytest.importorskip("transformers")
-    from opacus_ext.trainer import PrivacyArguments, PrivateTrainer
-
-    arguments = dict(SHORT, max_steps=STEPS, learning_rate=LR, output_dir=str(folder))
-    arguments.update(
-        lr_scheduler_type="constant", per_device_train_batch_size=SIZE // 2
+def by_trainer(folder, observer=None, cls=None, resume=None, **given):
+    observer = observer or Observer(named=True)
+    trainer = trainer_of(
+        *(folder, observer.model, observer),
+        cls=cls,
+        optimizer=observer.optimizer,
+        privacy=dict(PRIVACY, per_sample_max_grad_norm=BOUND),
+        max_steps=STEPS,
+        learning_rate=LR,
+        lr_scheduler_type="constant",
+        per_device_train_batch_size=SIZE // 2,
+        **given,
     )
-    privacy = dict(noise_multiplier=SIGMA, per_sample_max_grad_norm=BOUND)
-    privacy.update(target_delta=DELTA, grad_sample_mode="ghost_bk", accountant="prv")
-    trainer = (cls or PrivateTrainer)(
-        observer.model,
-        transformers.TrainingArguments(**{**arguments, **given.pop("arguments", {})}),
-        train_dataset=observer.data,
-        optimizers=(observer.optimizer, None),
-        privacy=PrivacyArguments(**privacy),
+    trainer.train(resume_from_checkpoint=resume)
+    return observer, trainer.engine
+
+
+def by_lightning(observer=None, *callbacks):
+    observer = observer or Observer()
+    given = observer.model, observer.optimizer, *callbacks
+    trainer, module, privacy = lightning_of(
+        *given, steps=STEPS, max_grad_norm=BOUND, **PRIVACY
     )
-    trainer.train(**given)
-    return trainer.engine
+    trainer.fit(module, DataLoader(observer, batch_size=SIZE))
+    return observer, privacy.engine
 
 
-def by_lightning(observer, *callbacks):
-    L = pytest.importorskip("lightning.pytorch")
-    from opacus_ext.lightning import PrivacyCallback
-
-    class Module(L.LightningModule):
-        def __init__(self):
-            super().__init__()
-            self.inner, self.criterion = observer.model, torch.nn.CrossEntropyLoss()
-
-        def forward(self, x):
-            return self.inner(x)
-
-        def training_step(self, batch, i):
-            return self.criterion(self(batch[0]), batch[1])
-
-        def configure_optimizers(self):
-            return observer.optimizer
-
-    privacy = PrivacyCallback(
-        target_delta=DELTA,
-        noise_multiplier=SIGMA,
-        max_grad_norm=BOUND,
-        grad_sample_mode="ghost_bk",
-        accountant="prv",
-    )
-    off = dict(logger=False, enable_checkpointing=False, enable_progress_bar=False)
-    off.update(accelerator="cpu", enable_model_summary=False)
-    trainer = L.Trainer(callbacks=[privacy, *callbacks], max_steps=STEPS, **off)
-    loader = DataLoader(observer.data, batch_size=SIZE)
-    trainer.fit(Module(), loader)
-    return privacy.engine
-
-
-def test_accelerate():
-    observer = Observer(ahead=1)
-    engine = by_accelerate(observer)
-    observer.check(engine.privacy_statement(delta=DELTA).content, BOUND, SIZE)
-
-
-def test_trainer(tmp_path):
-    observer = Observer(lambda pair: dict(zip("xy", pair)))
-    engine = by_trainer(observer, tmp_path)
-    observer.check(engine.privacy_statement(delta=DELTA).content, BOUND, SIZE)
-
-
-def test_lightning():
-    observer = Observer()
-    engine = by_lightning(observer)
-    observer.check(engine.privacy_statement(delta=DELTA).content, BOUND, SIZE)
+@pytest.mark.parametrize("front", [by_accelerate, by_trainer, by_lightning])
+def test_front_ends(front, tmp_path):
+    observer, engine = front(*[tmp_path] * (front is by_trainer))
+    observer.check(engine, BOUND, SIZE)
 
 
 def test_trainer_that_replays_a_draw(tmp_path):
@@ -350,9 +284,9 @@ def test_trainer_that_replays_a_draw(tmp_path):
             return super().training_step(*args) + super().training_step(*args)
 
     for cls, most in (Replays, 1), (TwoPasses, 0):
-        observer = Observer(lambda pair: dict(zip("xy", pair)))
+        observer = Observer(named=True)
         with pytest.raises(Refused, match="came back"):
-            by_trainer(observer, tmp_path, cls)
+            by_trainer(tmp_path, observer, cls)
         assert len(observer.steps) == most
 
 
@@ -372,51 +306,41 @@ def test_lightning_that_replays_a_draw():
 # -- runs that go on -------------------------------------------------------------------
 
 
-def go_on(run, folder, how):
-    """A run in the same process that goes on from a checkpoint, seeded as the first."""
-    path = str(folder / "checkpoint.pt")
-    run.engine.save_checkpoint(path=path, module=run.module, optimizer=run.optimizer)
-    other = GradSampleModule(Model())
+@pytest.mark.parametrize("before", [True, False])
+@pytest.mark.parametrize("with_optimizer", [True, False])
+def test_a_run_that_goes_on(before, with_optimizer, tmp_path):
+    """
+    Neither noise nor draws are those of before: in the same process, seeded as the
+    first, whether the checkpoint is loaded before make_private or after it.
+    """
     torch.manual_seed(0)
-    if how == "before make_private":
-        engine, observer = PrivacyEngine(accountant="prv"), Observer()
-        engine.load_checkpoint(path=path, module=other)
-        return Run("ghost_bk", observer, engine=engine)
-    new = Run("ghost_bk")
-    given = dict(path=path, module=new.module)
-    if how == "with the optimizer":
-        given["optimizer"] = new.optimizer
-    new.engine.load_checkpoint(**given)
-    return new
-
-
-RESUMES = "before make_private", "without the optimizer", "with the optimizer"
-
-
-@pytest.mark.parametrize("how", RESUMES)
-def test_a_run_that_goes_on(how, tmp_path):
-    """Neither noise nor draws are those of before."""
-    torch.manual_seed(0)
-    first = Run("ghost_bk")
+    first, path = Run(), str(tmp_path / "checkpoint.pt")
     plainly(first)
-    second = go_on(first, tmp_path, how)
+    given = dict(module=first.module, optimizer=first.optimizer)
+    first.engine.save_checkpoint(path=path, **given)
+    torch.manual_seed(0)
+    if before:
+        engine = PrivacyEngine(accountant="prv")
+        engine.load_checkpoint(path=path, module=GradSampleModule(Model()))
+        second = Run(engine=engine)
+    else:
+        second = Run()
+        given = dict(optimizer=second.optimizer) if with_optimizer else {}
+        second.engine.load_checkpoint(path=path, module=second.module, **given)
     plainly(second)
     second.seen.steps[:0] = first.seen.steps
     second.check()
-    read = read_statement(tmp_path / "checkpoint.pt", DELTA).content
-    assert read["steps"] == STEPS
+    assert read_statement(path, DELTA).content["steps"] == STEPS
 
 
 def test_trainer_that_goes_on(tmp_path):
-    form, saves = lambda pair: dict(zip("xy", pair)), dict(save_strategy="steps")
-    saves.update(save_steps=STEPS // 2, seed=3)
-    first, second = Observer(form), Observer(form)
-    by_trainer(first, tmp_path, arguments=saves)
-    given = dict(resume_from_checkpoint=str(tmp_path / f"checkpoint-{STEPS // 2}"))
-    engine = by_trainer(second, tmp_path, arguments=saves, **given)
+    saves = dict(save_strategy="steps", save_steps=STEPS // 2, seed=3)
+    first, _ = by_trainer(tmp_path, **saves)
+    resume = str(tmp_path / f"checkpoint-{STEPS // 2}")
+    second, engine = by_trainer(tmp_path, resume=resume, **saves)
     same, other = first.steps[STEPS // 2 :], second.steps
     assert [step.records for step in same] == [step.records for step in other]
     for one, two in itertools.product(same, other):
         assert not torch.equal(one.moved, two.moved)
     second.steps[:0] = first.steps[: STEPS // 2]
-    second.check(engine.privacy_statement(delta=DELTA).content, BOUND, SIZE)
+    second.check(engine, BOUND, SIZE)

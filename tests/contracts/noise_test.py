@@ -16,8 +16,8 @@ from torch.utils.data import TensorDataset
 
 from opacus_ext.monitor import Monitor
 from opacus_ext.optimizers import Banded
-from tests.adapter.common import EVERY_MODE
 from tests.common import make_private, square_loss
+from tests.zoo import EVERY_MODE
 
 from .statistics import are_independent, has_variance_one, is_normal, repeats_nothing
 

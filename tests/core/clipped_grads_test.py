@@ -1,90 +1,46 @@
 """``clipped_grads``: what it promises, against each sample alone by plain autograd."""
 
-import warnings
-from typing import Any, Callable, Dict, NamedTuple
-
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from opacus_ext import Refused, clipped_grads, per_sample_grads
-from opacus_ext.clipping import CLIPPINGS
+from opacus_ext import Refused, clipped_grads
 from opacus_ext.grad_sample.core.gradients import gradients_alone
 from opacus_ext.layers import SwitchFeedForward, TopKFeedForward
-from tests import common
-from tests.common import clipped_sum, norms_of
+from tests.common import assert_same, clipped_sum, net, oracle
 from tests.fuzz.ops import Opaque
+from tests.zoo import Case, check, linear
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-CLOSE = dict(rtol=1e-8, atol=1e-9)
+SIZES = (4, 1, 5, 0, 7, 4)
+X = [torch.randn(size, 4).double() for size in SIZES]
+IDS = [torch.randint(0, 7, (size, 5)) for size in SIZES]
 
 
-class Case(NamedTuple):
-    """
-    A loss of a sample, the parameters that it reads, and batches of some sizes.
-
-    Attributes:
-        build: of the case, gives ``(loss, params)``
-        batch: of a number of samples
-        compiled: whether it is compiled, as a whole
-    """
-
-    build: Callable[[], Any]
-    batch: Callable[[int], Any]
-    compiled: bool = True
+def loss_of(model, batch):
+    return model(**batch) if isinstance(batch, dict) else model(batch)
 
 
-def rows(size):
-    return torch.randn(size, 4).double()
+def case(then, batches=X, compiled=True, **parts):
+    """``then(m, x)`` gives the loss of a sample, ``[]``."""
+    modes = ("function", "compiled") if compiled else ("function",)
+    model = net(lambda m, *inputs, **named: then(m, *inputs, **named)[None], **parts)
+    return Case(model, batches, loss=loss_of, modes=modes)
 
 
-def ids(size):
-    return torch.randint(0, 7, (size, 5))
-
-
-def pair(size):
-    return {"x": rows(size), "y": torch.randint(0, 3, (size,))}
-
-
-def params_of(model: nn.Module) -> Dict[str, torch.Tensor]:
-    return dict(model.named_parameters())
-
-
-def _model(*layers):
-    torch.manual_seed(0)
-    return nn.Sequential(*layers).double()
-
-
-def of_weights(then, *shapes):
-    """Builds a loss ``then(x, *weights)`` of weights of these shapes."""
-
-    def build():
-        torch.manual_seed(0)
-        made = [torch.randn(*n).double().requires_grad_() for n in shapes]
-        return lambda x: then(x, *made), {f"w{i}": w for i, w in enumerate(made)}
-
-    return build
-
-
-def of_layers(then, *sizes):
-    """Builds a loss ``then(x, *layers)`` of linear layers of these sizes."""
-
-    def build():
-        layers = _model(*(nn.Linear(*size) for size in sizes))
-        return lambda x: then(x, *layers), params_of(layers)
-
-    return build
+def of_weights(then, *shapes, **kwargs):
+    """The loss is ``then(x, *weights)``, of weights of these shapes."""
+    return case(
+        lambda m, x: then(x, *m.weights),
+        weights=lambda: nn.ParameterList(torch.randn(*shape) for shape in shapes),
+        **kwargs,
+    )
 
 
 def mlp():
-    model = _model(nn.Linear(4, 8), nn.Tanh(), nn.LayerNorm(8), nn.Linear(8, 3))
-
-    def loss(sample):
-        return F.cross_entropy(model(sample["x"]), sample["y"])
-
-    return loss, params_of(model)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.LayerNorm(8), nn.Linear(8, 3))
 
 
 def tied(x, table, scale):
@@ -160,37 +116,17 @@ def hooks(x, w):
     return (x @ view).square().sum() + (x @ copied).sum()
 
 
-def padding_from_the_end(x, w):
-    return F.embedding(x, w * x.sum(), -1).square().sum()
-
-
-def branches(x, first, second):
-    h = first(x) if x.sum() > 0 else second(x)
+def branches(m, x):
+    h = m.first(x) if x.sum() > 0 else m.second(x)
     return h[h > 0].sum()
 
 
-def unused_frozen_twice():
-    layer = _model(nn.Linear(4, 4))
-    frozen = torch.randn(4).double()
-    unused = torch.ones(3).double().requires_grad_()
-    params = {**params_of(layer), "unused": unused, "frozen": frozen}
-    return lambda x: (layer(layer(x)) * frozen).square().sum(), params
-
-
-def biases_alone():
+def biases_alone(m, x):
     """Which need no data, so that these may change in place."""
-    model = _model(nn.Linear(4, 4), nn.Linear(4, 4))
-    params = {n: p for n, p in params_of(model).items() if n.endswith("bias")}
-    for name, p in params_of(model).items():
-        p.requires_grad_(name in params)
-
-    def loss(x):
-        h = x * 2
-        for layer in model:
-            h += layer(h)
-        return h.square().sum()
-
-    return loss, params
+    h = x * 2
+    for layer in m.layers:
+        h += layer(h)
+    return h.square().sum()
 
 
 def as_it_is(x, w):
@@ -200,160 +136,119 @@ def as_it_is(x, w):
     return x.square().sum()
 
 
-def experts(kind, **kwargs):
-    """A mixture of experts, most of which are not used by a sample."""
-
-    def build():
-        torch.manual_seed(0)
-        layer = kind(4, 6, 8, **kwargs).double()
-
-        def loss(x):
-            y = layer(x[:, None] * torch.linspace(-1, 2, 5)[:, None].double())
-            return y.square().sum() + layer.balancing.sum()
-
-        return loss, params_of(layer)
-
-    return build
+def experts(m, x):
+    """Most of them are not used by a sample."""
+    y = m.layer(x[:, None] * torch.linspace(-1, 2, 5)[:, None].double())
+    return y.square().sum() + m.layer.balancing.sum()
 
 
-TIED = of_weights(tied, (7, 6), (6,))
-BRANCHES = of_layers(branches, (4, 4), (4, 4))
-ONE_BY_ONE = of_layers(lambda x, layer: Opaque.apply(layer(x)).square().sum(), (4, 3))
+def frozen_layers():
+    made = nn.ModuleList([linear(), linear()])
+    for layer in made:
+        layer.weight.requires_grad_(False)
+    return made
+
+
+BRANCHES = case(branches, first=(4, 4), second=(4, 4), compiled=False)
 CASES = {
-    "mlp": Case(mlp, pair),
-    "tied": Case(TIED, ids),
-    "made of parameters": Case(of_weights(made_of_parameters, (3, 4), (3,)), rows),
-    "views": Case(of_weights(views, (12,)), rows),
-    "complex": Case(of_weights(complex_numbers, (4, 4, 2)), rows),
-    "cast": Case(of_weights(cast, (4, 4)), rows),
-    "scattered": Case(of_weights(scattered, (4, 4)), rows),
-    "unused, frozen, twice": Case(unused_frozen_twice, rows, compiled=False),
-    "cancels": Case(
-        of_layers(lambda x, layer: (layer(x) - layer(x)).sum(), (4, 2)), rows, False
+    "mlp": case(
+        lambda m, x, y: F.cross_entropy(m.layers(x), y),
+        [{"x": x, "y": torch.randint(0, 3, x.shape[:1])} for x in X],
+        layers=mlp,
     ),
-    "branches": Case(BRANCHES, rows, compiled=False),
-    "changed in place": Case(of_weights(changed_in_place, (3, 4)), rows, False),
-    "biases alone": Case(biases_alone, rows),
-    "hooks": Case(of_weights(hooks, (4, 4)), rows, compiled=False),
-    "padding from the end": Case(of_weights(padding_from_the_end, (7, 4)), ids),
-    "one by one": Case(ONE_BY_ONE, rows, compiled=False),
-    "moved in place": Case(of_weights(moved_in_place, (4,)), rows, False),
-    "of aten": Case(of_weights(of_aten, (7, 4)), ids),
-    "as it is": Case(of_weights(as_it_is, (4, 4)), rows),
-    "one expert a token": Case(experts(SwitchFeedForward, capacity=2), rows),
-    "two experts a token": Case(experts(TopKFeedForward), rows),
+    "tied": of_weights(tied, (7, 6), (6,), batches=IDS),
+    "made of parameters": of_weights(made_of_parameters, (3, 4), (3,)),
+    "views": of_weights(views, (12,)),
+    "complex": of_weights(complex_numbers, (4, 4, 2)),
+    "cast": of_weights(cast, (4, 4)),
+    "scattered": of_weights(scattered, (4, 4)),
+    "unused, frozen, twice": case(
+        lambda m, x: (m.layer(m.layer(x)) * m.frozen).square().sum(),
+        compiled=False,
+        layer=(4, 4),
+        unused=lambda: torch.ones(3),
+        frozen=lambda: nn.Parameter(torch.randn(4), requires_grad=False),
+    ),
+    "cancels": case(
+        lambda m, x: (m.layer(x) - m.layer(x)).sum(), compiled=False, layer=(4, 2)
+    ),
+    "branches": BRANCHES,
+    "changed in place": of_weights(changed_in_place, (3, 4), compiled=False),
+    "biases alone": case(biases_alone, layers=frozen_layers),
+    "hooks": of_weights(hooks, (4, 4), compiled=False),
+    "padding from the end": of_weights(
+        lambda x, w: F.embedding(x, w * x.sum(), -1).square().sum(),
+        (7, 4),
+        batches=IDS,
+    ),
+    "one by one": case(
+        lambda m, x: Opaque.apply(m.layer(x)).square().sum(),
+        compiled=False,
+        layer=(4, 3),
+    )._replace(warns="one sample after the other.*Opaque.apply|Opaque.apply.*one sam"),
+    "moved in place": of_weights(moved_in_place, (4,), compiled=False),
+    "of aten": of_weights(of_aten, (7, 4), batches=IDS),
+    "as it is": of_weights(as_it_is, (4, 4)),
+    "one expert a token": case(
+        experts, layer=lambda: SwitchFeedForward(4, 6, 8, capacity=2)
+    ),
+    "two experts a token": case(experts, layer=lambda: TopKFeedForward(4, 6, 8)),
 }
-every_case = pytest.mark.parametrize("name", CASES)
 
 
-def alone(loss, params, batch, size):
-    """By name, the gradients ``[B, *shape]``, and the losses."""
-    trained = {n: p for n, p in params.items() if p.requires_grad}
-    grads = {n: p.new_zeros(size, *p.shape) for n, p in trained.items()}
-    losses = []
-    for i in range(size):
-        value = loss(common.sample_of(batch, i))
-        losses.append(value.detach())
-        found = torch.autograd.grad(value, list(trained.values()), allow_unused=True)
-        for name, g in zip(trained, found):
-            if g is not None:
-                grads[name][i] = g
-    return grads, losses
-
-
-def check(found, grads, losses, bound):
-    # What cancels leaves the rounding of squares, under the root.
-    torch.testing.assert_close(found.norms, norms_of(grads), rtol=1e-8, atol=1e-6)
-    torch.testing.assert_close(list(found.losses), losses, **CLOSE)
-    torch.testing.assert_close(found.sums, clipped_sum(grads, "flat", bound), **CLOSE)
-
-
-def move(params):
-    with torch.no_grad():
-        for p in params.values():
-            p.add_(0.01 * torch.randn_like(p))
-
-
-def compiled(loss, params, backend="aot_eager"):
-    torch._dynamo.reset()
-    return torch.compile(
-        lambda batch: clipped_grads(loss, params, batch, 0.5),
-        backend=backend,
-        fullgraph=True,
-    )
-
-
-@every_case
+@pytest.mark.parametrize("name", CASES)
 def test_sums(name):
-    """Over steps with other data, numbers of samples, orders and groups."""
-    case = CASES[name]
-    loss, params = case.build()
-    torch.manual_seed(1)
-    for size, group in ((4, None), (1, None), (5, 2), (0, None), (7, 3), (4, None)):
-        batch = case.batch(size)
-        grads, losses = alone(loss, params, batch, size)
-        bound = float(norms_of(grads).median()) + 0.01 if size else 1.0
-        found = clipped_grads(loss, params, batch, bound, microbatch=group)
-        check(found, grads, losses, bound)
-        dense = per_sample_grads(loss, params, batch, microbatch=group)
-        torch.testing.assert_close(dense.grads, grads, **CLOSE)
-        move(params)
+    """Over steps with other data and numbers of samples, at once and in groups."""
+    for microbatch in (None, 2):
+        given = dict(kwargs=dict(microbatch=microbatch))
+        check(CASES[name]._replace(**given), "function")
 
 
-@pytest.mark.parametrize("name", [n for n in CASES if CASES[n].compiled])
+@pytest.mark.parametrize("name", [n for n in CASES if len(CASES[n].modes) > 1])
 def test_compiled(name):
-    case = CASES[name]
-    loss, params = case.build()
-    step = compiled(loss, params)
-    torch.manual_seed(1)
-    for _ in range(2):
-        batch = case.batch(3)
-        check(step(batch), *alone(loss, params, batch, 3), 0.5)
-        move(params)
+    some = [x for x in CASES[name].batches[:3:2]]
+    check(CASES[name]._replace(batches=some), "compiled")
 
 
 @pytest.mark.parametrize(
-    "build, said",
+    "made, said",
     [
         (BRANCHES, "[Bb]ranch"),
         (of_weights(written, (3, 4)), "changed in place"),
         (of_weights(written_in_a_view, (3, 4)), "changed in place"),
     ],
 )
-def test_not_compiled(build, said):
+def test_what_is_not_compiled(made, said):
     with pytest.raises(Exception, match=said):
-        compiled(*build(), "eager")(rows(3))
-
-
-def changing(x, w):
-    data = 2 * x
-    y = F.linear(data, w).square().sum()
-    data.mul_(3)
-    return y
+        check(made, "compiled")
 
 
 def test_data_that_change_later_count_as_they_were():
     """Compiled; eagerly they are refused, as by autograd."""
-    loss, params = of_weights(changing, (3, 4))()
-    plain = lambda x: F.linear(2 * x, params["w0"]).square().sum()  # noqa: E731
-    batch = rows(3)
-    check(compiled(loss, params)(batch), *alone(plain, params, batch, 3), 0.5)
+
+    def changing(m, x):
+        data = 2 * x
+        y = m(data).square().sum()
+        if torch.compiler.is_compiling():
+            data.mul_(3)
+        return y[None]
+
+    some = [x for x in X[:3:2]]
+    check(Case(lambda: nn.Linear(4, 3), some, loss=changing), "compiled")
 
 
-def test_compiled_under_autocast_with_bounds_that_change():
-    """Norms and sums are not rounded: the sum of one sample is as long as its norm."""
+def test_norms_and_sums_of_compiled_steps_are_not_rounded_by_autocast():
+    """The sum of one sample is as long as its norm, for any bound."""
     layer = nn.Linear(64, 64)
     params, batch = dict(layer.named_parameters()), torch.randn(1, 10, 64)
 
-    def loss(x):
-        return layer(x).float().square().sum()
+    def clip(batch, bound):
+        return clipped_grads(
+            lambda x: layer(x).float().square().sum(), params, batch, bound
+        )
 
     torch._dynamo.reset()
-    step = torch.compile(
-        lambda batch, bound: clipped_grads(loss, params, batch, bound),
-        backend="aot_eager",
-        fullgraph=True,
-    )
+    step = torch.compile(clip, backend="aot_eager", fullgraph=True)
     for bound in (1e6, 1.0, 0.5):
         with torch.autocast("cpu", torch.bfloat16):
             found = step(batch, bound)
@@ -361,123 +256,137 @@ def test_compiled_under_autocast_with_bounds_that_change():
         torch.testing.assert_close(total, found.norms[0].clamp(max=bound))
 
 
-@pytest.mark.parametrize("kind", ["flat", "automatic", "normalized", "per_layer"])
-def test_sensitivity(kind):
-    loss, params = mlp()
-    clipping = CLIPPINGS[kind].at([0.1] * 6 if kind == "per_layer" else 0.1)
-    batch = pair(5)
-    for size in range(1, 6):
-        some = {n: x[:size] for n, x in batch.items()}
-        sums = clipped_grads(loss, params, some, clipping).sums
-        total = torch.cat([s.flatten() for s in sums.values()]).norm()
-        assert total <= size * clipping.sensitivity("add_or_remove_one") + 1e-9
-    assert clipping.sensitivity("replace_one") == 2 * clipping.sensitivity()
+LAYER, BATCH = nn.Linear(4, 3).double(), torch.randn(4, 4).double()
+GIVEN = dict(
+    loss=lambda x: LAYER(x).square().sum(),
+    params=dict(LAYER.named_parameters()),
+    batch=BATCH,
+    clipping=0.3,
+)
+
+
+def of_layer(**changes):
+    return clipped_grads(**{**GIVEN, **changes})
+
+
+def grads_of_layer(batch):
+    return oracle(LAYER, batch, lambda m, x: m(x).square().sum(1))
+
+
+class Sign:
+    """A clipping of one's own."""
+
+    def __call__(self, norms):
+        return 1 / norms.clamp(min=1e-9)
+
+    def sensitivity(self, relation):
+        return 1.0
 
 
 def test_a_clipping_of_ones_own():
-    class Sign:
-        def __call__(self, norms):
-            return 1 / norms.clamp(min=1e-9)
-
-        def sensitivity(self, relation):
-            return 1.0
-
-    loss, params = mlp()
-    batch = pair(4)
-    found = clipped_grads(loss, params, batch, Sign())
-    for name, g in alone(loss, params, batch, 4)[0].items():
-        expected = torch.einsum("b,b...->...", 1 / found.norms, g)
-        torch.testing.assert_close(found.sums[name], expected, **CLOSE)
+    found = of_layer(clipping=Sign())
+    sums = {n: (g.T / found.norms).T.sum(0) for n, g in grads_of_layer(BATCH).items()}
+    assert_same(found.sums, sums)
 
 
 def test_aux_and_take():
     """Sequences of other lengths, taken out of a list, with what the loss tells."""
-    layer = _model(nn.Linear(4, 2))
-    batch = [rows(n) for n in (3, 1, 3, 2)]
+    batch = [torch.randn(n, 4).double() for n in (3, 1, 3, 2)]
 
     def loss(x):
-        y = layer(x)
+        y = LAYER(x)
         return y.square().mean(), {"mean": y.mean(), "length": x.shape[1]}
 
-    found = clipped_grads(
-        loss, params_of(layer), batch, 0.3, take=lambda b, i: b[i][None]
-    )
+    found = of_layer(loss=loss, batch=batch, take=lambda b, i: b[i][None])
     assert found.aux["length"].tolist() == [3, 1, 3, 2]
     for x, mean in zip(batch, found.aux["mean"]):
-        torch.testing.assert_close(layer(x).mean().detach(), mean)
-    one = clipped_grads(loss, params_of(layer), batch[1][None], 0.3)
+        torch.testing.assert_close(LAYER(x).mean().detach(), mean)
+    one = of_layer(loss=loss, batch=batch[1][None])
     torch.testing.assert_close(one.norms, found.norms[1:2])
 
 
-def test_not_finite():
-    loss, params = mlp()
-    batch = pair(4)
-    batch["x"][1, 0] = float("inf")
+def test_a_sample_that_is_not_finite_is_left_out():
+    batch = BATCH.clone()
+    batch[1, 0] = float("inf")
     with pytest.warns(RuntimeWarning, match="sample 1 is not finite"):
-        found = clipped_grads(loss, params, batch, 0.3)
-    rest = {n: x[[0, 2, 3]] for n, x in batch.items()}
-    expected = clipped_grads(loss, params, rest, 0.3)
-    for name in params:
-        torch.testing.assert_close(found.sums[name], expected.sums[name])
-    assert found.norms[1] == float("inf")
+        found = of_layer(batch=batch)
+    rest = grads_of_layer(batch[[0, 2, 3]])
+    assert_same(found.sums, clipped_sum(rest, "flat", 0.3))
+    assert not found.norms[1].isfinite()
     with pytest.raises(Refused, match="sample 1 is not finite"):
-        clipped_grads(loss, params, batch, 0.3, on_nonfinite="raise")
+        of_layer(batch=batch, on_nonfinite="raise")
 
 
-def test_half_precision():
-    torch.manual_seed(0)
+def test_half_precision_is_summed_in_float32():
     model = nn.Linear(4, 3).bfloat16()
-    batch = torch.randn(5, 4).bfloat16()
     found = clipped_grads(
-        lambda x: model(x).float().square().sum(), params_of(model), batch, 0.5
+        lambda x: model(x).float().square().sum(),
+        dict(model.named_parameters()),
+        torch.randn(5, 4).bfloat16(),
+        0.5,
     )
-    assert found.norms.dtype == torch.float32
-    assert found.sums["weight"].dtype == torch.float32
+    assert found.norms.dtype == found.sums["weight"].dtype == torch.float32
 
 
-def test_one_warning_says_what_runs_one_by_one():
-    loss, params = ONE_BY_ONE()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for _ in range(3):
-            clipped_grads(loss, params, rows(3), 1.0)
-    told = [str(w.message) for w in caught if "one sample after the other" in str(w)]
+def test_one_warning_says_what_runs_one_by_one(recwarn):
+    for _ in range(3):
+        of_layer(loss=lambda x: Opaque.apply(LAYER(x)).sum())
+    told = [str(w.message) for w in recwarn if "one sample after" in str(w.message)]
     assert len(told) == 1 and "Opaque.apply" in told[0]
 
 
+ONES, W = torch.ones(2, 4).double(), LAYER.weight
+
+
 @pytest.mark.parametrize(
-    "change, match",
+    "changes, match",
     [
         (dict(batch=[torch.ones(3, 4), torch.ones(2)]), "one first dim"),
         (dict(batch=3), "no tensor"),
-        (dict(batch=(rows(3), [1, 2, 3])), r"\[1\]\[0\] of type int is no tensor"),
+        (dict(batch=(ONES, [1, 2])), r"\[1\]\[0\] of type int is no tensor"),
+        (dict(batch={"ids": [[1, 2], [3, 4]]}), "type int"),
+        (dict(batch={"x": ONES, "names": ["a", "b"]}), "type str"),
+        (dict(batch=torch.eye(4).to_sparse_csr()), "torch.sparse_csr"),
+        (dict(batch=torch.eye(4).to_sparse()), "torch.sparse_coo"),
+        (dict(batch=torch.nested.nested_tensor([*ONES])), "nested tensors"),
         (dict(params={}), "No parameter"),
+        (dict(params=[W]), "params is a dict.*list"),
+        (dict(params=LAYER), "params is a dict.*Linear"),
+        (dict(params=None), "params is a dict.*NoneType"),
+        (dict(params={"a": W, "b": W}), "one tensor"),
         (dict(clipping=-1.0), "sensitivity"),
         (dict(clipping=lambda norms: norms), "sensitivity"),
         (dict(clipping=True), "neither a number"),
         (dict(microbatch=0), "microbatch"),
+        (dict(microbatch=True), "microbatch.*True"),
         (dict(on_nonfinite="ignore"), "on_nonfinite"),
         (dict(loss=lambda x: x), "one real number"),
+        (dict(loss=lambda x: LAYER(x).sum() * 1j), "one real number.*complex"),
         (dict(take=lambda batch, i: 3), "without a tensor"),
+        (dict(take=3), "take is a function.*int"),
+        *(
+            (dict(loss=lambda x, aux=aux: (LAYER(x).sum(), aux)), said)
+            for aux, said in (
+                ("a", "type str"),
+                ({"x": [None]}, "type NoneType"),
+                (object(), "type object"),
+                (torch.eye(2).to_sparse(), "torch.sparse_coo tensor"),
+            )
+        ),
     ],
 )
-def test_refused(change, match):
-    layer = _model(nn.Linear(4, 2))
-    given = dict(
-        loss=lambda x: layer(x).sum(),
-        params=params_of(layer),
-        batch=rows(3),
-        clipping=1.0,
-    )
+def test_arguments_that_are_refused(changes, match):
     with pytest.raises(Refused, match=match):
-        clipped_grads(**{**given, **change})
-    w = given["params"]["0.weight"]
+        of_layer(**changes)
+    none = of_layer(loss=lambda x: (LAYER(x).sum(), None))
+    assert none.aux is None
+
+
+def test_hooks_of_parameters_are_refused():
+    handle = W.register_hook(lambda g: 2 * g)
     with pytest.raises(Refused, match="weight has a hook"):
-        handle = w.register_hook(lambda g: 2 * g)
-        clipped_grads(**given)
+        of_layer()
     handle.remove()
-    with pytest.raises(Refused, match="one tensor"):
-        clipped_grads(**{**given, "params": {"a": w, "b": w}})
 
 
 def test_a_reentrant_checkpoint_leaves_gradients_that_are_there():

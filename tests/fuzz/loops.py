@@ -18,7 +18,6 @@ from torch import nn
 from opacus_ext import Refused
 from opacus_ext.grad_sample.core import clip, gradients
 from tests import events
-from tests.adapter.common import EVERY_MODE
 from tests.common import (
     CLIPPINGS,
     Private,
@@ -32,6 +31,7 @@ from tests.common import (
 )
 from tests.events import copied
 from tests.fuzz.programs import Batch, Program, batch_of, batched, loss_of
+from tests.zoo import EVERY_MODE
 
 HUGE, TINY = 1e6, 1e-9  # norms beyond which no digits are left to compare
 

@@ -13,9 +13,10 @@ from opacus_ext.grad_sample.factors import OneHot, places
 from opacus_ext.grad_sample.factors.grad_sample import Method, OuterProducts
 from opacus_ext.models import DPFormer
 from tests.common import Net, make_private, square_loss
-from tests.grad_samples.models import IDS, D
 from tests.grad_samples.rule_case import BOTH, exact
 from tests.releases_test import prior_of
+from tests.zoo import WITH_IDS as IDS
+from tests.zoo import D
 
 #: Ops that add rows, by name, and the position of the index among their arguments.
 ADDS = {

@@ -20,25 +20,23 @@ SHAPES = {1: (7,), 2: (5, 6), 3: (3, 4, 5)}
 SIZES = [(0, 5), (1, 1), (1, 4), (3, 1), (4, 4), (3, 7), (2, 0), (3, 70)]  # B, T
 LENGTHS = (4, 9, 1)
 
-# By axes and number of uses, all multisets of uses (of three uses of three axes one in
-# five); a use is one letter an axis, "d"ense or "o"ne-hot. "m" is one factor for all
-# axes, "j" a factor for the first axis and one for all others.
-USES = {
-    (axes, count): list(
-        itertools.combinations_with_replacement(
-            ["".join(kinds) for kinds in itertools.product("do", repeat=axes)], count
-        )
-    )[:: 5 if (axes, count) == (3, 3) else 1]
+# All multisets of uses (of three uses of three axes one in five); a use is one letter
+# an axis, "d"ense or "o"ne-hot. "m" is one factor for all axes, "j" a factor for the
+# first axis and one for all others.
+KINDS = {
+    axes: ["".join(kinds) for kinds in itertools.product("do", repeat=axes)]
     for axes in SHAPES
-    for count in (1, 2, 3)
 }
-PAIRS = [uses for (_, count), group in USES.items() if count == 2 for uses in group]
-SINGLE = [*(uses for (_, n), group in USES.items() if n == 1 for (uses,) in group)]
-SINGLE = [(len(kinds), kinds) for kinds in SINGLE] + [(2, "m"), (3, "j")]
-every_structure = pytest.mark.parametrize("axes, kinds", SINGLE)
-every_use = pytest.mark.parametrize(
-    "group", USES.values(), ids=[f"axes{axes}-uses{count}" for axes, count in USES]
-)
+USES = [
+    list(itertools.combinations_with_replacement(kinds, count))[
+        :: 5 if (axes, count) == (3, 3) else 1
+    ]
+    for axes, kinds in KINDS.items()
+    for count in (1, 2, 3)
+]
+PAIRS = [uses for group in USES for uses in group if len(uses) == 2]
+SINGLE = [(axes, kind) for axes, kinds in KINDS.items() for kind in kinds]
+every_structure = pytest.mark.parametrize("axes, kinds", [*SINGLE, (2, "m"), (3, "j")])
 
 
 @pytest.fixture(autouse=True)
@@ -47,6 +45,11 @@ def nothing_is_decided():
     grad_sample._choose.cache_clear()
     yield
     grad_sample._choose.cache_clear()
+
+
+@pytest.fixture
+def few_rows_are_no_reason(monkeypatch):
+    monkeypatch.setattr(grad_sample, "_has_few_rows", lambda *args: False)
 
 
 @pytest.fixture(params=[2**27, 300], ids=["large", "tiny"])
@@ -59,14 +62,14 @@ def random_use(kinds, shape, B, T, dtype=torch.float64):
     if kinds == "m":
         shape = (math.prod(shape),)
     elif kinds == "j":
-        shape = (shape[0], math.prod(shape[1:]))
+        kinds, shape = "jj", (shape[0], math.prod(shape[1:]))
     return tuple(
         (
             OneHot(torch.randint(width, (B, T)), width)
             if kind == "o"
             else torch.randn(B, T, width, dtype=dtype)
         )
-        for kind, width in zip(kinds.replace("j", "jj"), shape)
+        for kind, width in zip(kinds, shape)
     )
 
 
@@ -139,16 +142,12 @@ def test_sizes(axes, kinds, cache, num_bytes):
 
 
 @pytest.mark.parametrize("B", [1, 2])
-def test_rows_of_a_transposed_output(B, monkeypatch):
+def test_rows_of_a_transposed_output(B, few_rows_are_no_reason):
     """With one sample they are a view that is not contiguous."""
-    monkeypatch.setattr(grad_sample, "_has_few_rows", lambda *args: False)
-    ids, rows = torch.randint(5000, (B, 40)), torch.randn(B, 3, 40).double().mT
+    use = OneHot(torch.randint(5000, (B, 40)), 5000), torch.randn(B, 3, 40).double().mT
     got = GradSample(torch.Size([5000, 3]), B)
-    got.add(OneHot(ids, 5000), rows)
-    dense = torch.zeros(B, 5000, 3).double()
-    for sample, index, own in zip(dense, ids, rows):
-        sample.index_add_(0, index, own)
-    assert_close(got.squared_norm(), squared(dense))
+    got.add(*use)
+    assert_close(got.squared_norm(), squared(outer(use, (5000, 3))))
 
 
 def test_weighted_sums_have_gradients():
@@ -156,12 +155,13 @@ def test_weighted_sums_have_gradients():
     left, right = torch.randn(2, 4, 3).mT.requires_grad_(), torch.randn(2, 3, 5)
     weights, got = torch.rand(2).requires_grad_(), GradSample(torch.Size([4, 5]), 2)
     got.add(left, right)
-    loss = (got.weighted_sum(weights) ** 2).sum()
-    expected = (torch.einsum("b,bti,btj->ij", weights, left, right) ** 2).sum()
-    for g, e in zip(
-        *(torch.autograd.grad(x, (left, weights)) for x in (loss, expected))
-    ):
-        torch.testing.assert_close(g, e)
+    sums = torch.einsum("b,bti,btj->ij", weights, left, right)
+    torch.testing.assert_close(
+        *(
+            torch.autograd.grad(x.square().sum(), (left, weights))
+            for x in (got.weighted_sum(weights), sums)
+        )
+    )
 
 
 @every_structure
@@ -197,29 +197,29 @@ def test_parameter_without_uses():
 
 @pytest.fixture(params=["gram", "segments", "few", "blocks", "apart", "cached"])
 def forced_way(request, monkeypatch):
-    few, apart, cached = (request.param == x for x in ("few", "apart", "cached"))
-    blocks = apart or request.param == "blocks"
+    way = request.param
     grams = grad_sample._cost_of_grams  # infinite where terms do not fit each other
-    for name, function in {
-        "_has_few_rows": lambda *args: few,
+    blocks = way in ("apart", "blocks")
+    forced = {
+        "_has_few_rows": lambda *args: way == "few",
         "_cost_of_grams": lambda terms: math.inf if blocks else grams(terms),
         "_cost_of_blocks": lambda terms: 1.0 if blocks else 1e300,
-        "_saves_apart": lambda *args: apart,
-        "_is_worth_caching": lambda *args: cached,
-    }.items():
+        "_saves_apart": lambda *args: way == "apart",
+        "_is_worth_caching": lambda *args: way == "cached",
+    }
+    for name, function in forced.items():
         monkeypatch.setattr(grad_sample, name, function)
-    if request.param in ("gram", "segments"):  # whatever the length
-
-        def has_segments(kind):
-            one = kind.has_onehot and len(kind.dense_widths) == 1
-            return one and request.param == "segments"
-
-        segments = property(has_segments)
+    if way in ("gram", "segments"):  # whatever the length
+        segments = property(
+            lambda kind: way == "segments"
+            and kind.has_onehot
+            and len(kind.dense_widths) == 1
+        )
         monkeypatch.setattr(grad_sample.Kind, "has_segments", segments)
-    return request.param
+    return way
 
 
-@every_use
+@pytest.mark.parametrize("group", USES)
 def test_every_way_gives_the_same_norm(group, forced_way, any_workspace):
     summed = any_workspace == 300
     for uses in group:
@@ -275,30 +275,24 @@ def test_cancelling_uses(kinds, forced_way, any_workspace):
 
 
 @pytest.mark.parametrize("value", [math.inf, math.nan])
-def test_samples_that_are_not_finite_change_no_others(value, monkeypatch):
+def test_samples_that_are_not_finite_change_no_others(value, few_rows_are_no_reason):
     """Groups of rows of one place are padded."""
-    monkeypatch.setattr(grad_sample, "_has_few_rows", lambda *args: False)
     B, T, E = 24, 9, 4
-    index, left, right = (
-        torch.randint(E, (B, T)),
-        torch.randn(B, T, 3),
-        torch.randn(B, T, 5),
-    )
-    expected = GradSample((E, 3, 5), B)
-    expected.add(OneHot(index, E), left, right)
-    expected = expected.squared_norm()
-    for bad in range(B):
-        for factor in (left, right):
-            changed = factor.clone()
-            changed[bad] = value
-            got = GradSample((E, 3, 5), B)
-            got.add(
-                OneHot(index, E),
-                *(changed if x is factor else x for x in (left, right)),
-            )
-            norm, others = got.squared_norm(), torch.arange(B) != bad
-            assert not norm[bad].isfinite()
-            assert_close(norm[others], expected[others])
+    index = OneHot(torch.randint(E, (B, T)), E)
+    factors = torch.randn(B, T, 3), torch.randn(B, T, 5)
+
+    def norms(*rows):
+        got = GradSample((E, 3, 5), B)
+        got.add(index, *rows)
+        return got.squared_norm()
+
+    expected = norms(*factors)
+    for bad, which in itertools.product(range(B), (0, 1)):
+        changed = [x.clone() for x in factors]
+        changed[which][bad] = value
+        norm, others = norms(*changed), torch.arange(B) != bad
+        assert not norm[bad].isfinite()
+        assert_close(norm[others], expected[others])
 
 
 # -- refusals --------------------------------------------------------------------------
@@ -308,8 +302,8 @@ def rows(*shape):
     return torch.zeros(shape)
 
 
-def ids(*shape):
-    return torch.zeros(shape, dtype=torch.long)
+def ids(*shape, size=3):
+    return OneHot(torch.zeros(shape, dtype=torch.long), size)
 
 
 @pytest.mark.parametrize(
@@ -322,13 +316,13 @@ def ids(*shape):
         (rows(2, 5, 3), rows(1, 5, 4)),
         (rows(3, 5, 3), rows(3, 5, 4)),
         (rows(2, 5, 3), rows(2, 5, 4), rows(2, 5, 2)),
-        (OneHot(ids(2, 5), 4), rows(2, 5, 4)),
-        (OneHot(ids(2, 6), 3), rows(2, 5, 4)),
-        (OneHot(ids(2), 3), rows(2, 1, 4)),
+        (ids(2, 5, size=4), rows(2, 5, 4)),
+        (ids(2, 6), rows(2, 5, 4)),
+        (ids(2), rows(2, 1, 4)),
         (rows(2, 1, 11),),
         (rows(2, 3), rows(2, 4)),
         (rows(2, 5, 3, 2), rows(2, 5, 4, 2)),
-        (OneHot(ids(2, 5, 1), 3), rows(2, 5, 4)),
+        (ids(2, 5, 1), rows(2, 5, 4)),
     ],
 )
 def test_refuses_factors_that_do_not_fit(use):

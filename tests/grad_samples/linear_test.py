@@ -1,21 +1,12 @@
 """Products with a matrix: linear layers, functions of torch, bilinear forms, PReLU."""
 
-import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
 from opacus_ext.grad_sample.rules.experts import grouped_linear
-from tests.grad_samples.rule_case import (
-    RuleCase,
-    RuleTests,
-    as_it_is,
-    check_way,
-    complex_of,
-    op,
-    rows,
-)
+from tests.grad_samples.rule_case import RuleCase, RuleTests, op, rows
 
 
 def addmm(x, w, b):
@@ -89,23 +80,3 @@ class TestPReLU(RuleTests):
             lambda: nn.PReLU(4), lambda B, T: torch.randn(B, 4, T).round().abs() - 1
         ),
     }
-
-
-@pytest.mark.parametrize("way", [complex_of])
-@pytest.mark.parametrize(
-    "case",
-    [
-        *(TestFunctions.cases[n] for n in ("addmm", "matmul", "matmul, first", "bmm")),
-        RuleCase(op(F.linear, (4, 3), (4,)), rows(3)),
-        RuleCase(op(F.conv1d, (4, 3, 1), (4,)), lambda B, T: torch.randn(B, 3, T)),
-        RuleCase(
-            op(lambda i, w: w[i - 3], (6, 2, 4)),
-            lambda B, T: torch.randint(6, (B, T)),
-        ),
-    ],
-    ids=["addmm", "matmul", "matmul, first", "bmm", "linear", "conv1d", "rows"],
-)
-def test_complex(case, way):
-    """Complex numbers that are made of real parameters."""
-    check_way(case, way, torch.complex128)
-    check_way(case, as_it_is)

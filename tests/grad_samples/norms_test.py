@@ -2,12 +2,10 @@
 
 import pytest
 import torch
-from opacus.validators.errors import UnsupportedModuleError
 from torch import nn
 from torch.nn import functional as F
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from opacus_ext import Refused
 from tests.common import Net, run_mode, square_loss
 from tests.grad_samples.rule_case import BOTH, MODE, RuleCase, RuleTests, exact, rows
 
@@ -96,15 +94,3 @@ class TestInstanceNorm(RuleTests):
             (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d), 1
         )
     }
-
-
-@pytest.mark.parametrize("layer", ["running stats", "BatchNorm", "frozen BatchNorm"])
-def test_running_statistics_are_refused(layer):
-    """They are data of the batch without noise."""
-    if layer == "running stats":
-        norm = nn.InstanceNorm1d(3, affine=True, track_running_stats=True)
-    else:
-        norm = nn.BatchNorm1d(3).requires_grad_(layer == "BatchNorm")
-    model = nn.Sequential(nn.Conv1d(3, 3, 1), norm).double()
-    with pytest.raises((UnsupportedModuleError, Refused), match="running|BatchNorm"):
-        run_mode(*MODE, model, torch.randn(4, 3, 5).double(), square_loss)

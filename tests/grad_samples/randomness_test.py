@@ -13,16 +13,15 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from tests.common import (
-    Net,
     assert_same,
     clipped_sum,
     half_clipped,
     make_private,
+    net,
     square_loss,
     trainable,
 )
-from tests.grad_samples.models import D, linear, weights
-from tests.grad_samples.rule_case import MODE
+from tests.zoo import D, layers, linear, weights
 
 
 def attends(m, x):
@@ -32,24 +31,15 @@ def attends(m, x):
     return F.dropout(y, m.out_dropout, m.training)
 
 
-def attention():
-    biases = dict(q_bias=weights(D), v_bias=weights(D))
-    drop = dict(drop=nn.Dropout(0.4), out_dropout=0.3)
-    return Net(attends, qkv=nn.Linear(D, 3 * D), **biases, **drop)
-
-
 def drop_path(m, x):
     """Leaves out whole samples, by numbers drawn for each of them."""
     keep = torch.rand(len(x), 1, 1, dtype=x.dtype) > 0.5
     return x + m.scale * m.fc(x) * keep
 
 
-def recomputed(reentrant):
-    def then(m, x):
-        x = m.layer(m.layer(m.fc(x)))
-        return checkpoint(m.layer, x, use_reentrant=reentrant)
-
-    return lambda: Net(then, fc=linear(), layer=attention())
+def recomputed(m, x):
+    x = m.layer(m.layer(m.fc(x)))
+    return checkpoint(m.layer, x, use_reentrant=m.reentrant)
 
 
 def routed(m, x):
@@ -62,20 +52,33 @@ def routed(m, x):
     return out.unflatten(0, x.shape[:2])
 
 
-MODELS = {
-    "biases": lambda: nn.Sequential(linear(), attention()),
-    "drop path": lambda: Net(drop_path, scale=torch.ones(D), fc=linear()),
-    # Samples that run one by one draw numbers one by one, so B = 1 for these.
-    "checkpoint": recomputed(False),
-    "reentrant": recomputed(True),
-    "experts": lambda: Net(
+ATTENTION = net(
+    attends,
+    qkv=(D, 3 * D),
+    q_bias=weights(D),
+    v_bias=weights(D),
+    drop=lambda: nn.Dropout(0.4),
+    out_dropout=0.3,
+)
+TOGETHER = {
+    "biases": lambda: nn.Sequential(linear(), ATTENTION()),
+    "drop path": layers(drop_path, "fc", scale=lambda: torch.ones(D)),
+}
+# Samples that run one by one draw numbers one by one, so B = 1 for these.
+ALONE = {
+    **{
+        f"checkpoint {kind}": layers(recomputed, "fc", layer=ATTENTION, reentrant=kind)
+        for kind in (False, True)
+    },
+    "experts": layers(
         routed,
-        fc=linear(),
-        router=linear(2),
-        experts=nn.ModuleList(linear() for _ in "ab"),
+        "fc",
+        router=(D, 2),
+        experts=lambda: nn.ModuleList(linear() for _ in "ab"),
     ),
-    "lstm": lambda: Net(
-        lambda m, x: m.lstm(x)[0], lstm=nn.LSTM(D, D, 2, batch_first=True, dropout=0.5)
+    "lstm": net(
+        lambda m, x: m.lstm(x)[0],
+        lstm=lambda: nn.LSTM(D, D, 2, batch_first=True, dropout=0.5),
     ),
 }
 
@@ -86,24 +89,22 @@ def seeded(model, batch):
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [*TOGETHER, *ALONE])
 def test_dropout(name):
     """Three steps, as what has been found out in the first is kept."""
-    for B, T in ((4, 6), (5, 5)):
-        B = 1 if name in ("checkpoint", "reentrant", "experts", "lstm") else B
-        torch.manual_seed(0)
-        model, batch = MODELS[name]().double(), torch.randn(B, T, D).double()
-        grads = {
-            n: torch.zeros(B, *p.shape).double() for n, p in trainable(model).items()
-        }
+    for B, T in ((4, 6), (5, 5)) if name in TOGETHER else ((1, 6),):
+        model = {**TOGETHER, **ALONE}[name]().double()
+        batch, rows = torch.randn(B, T, D).double(), []
         for b in range(B):
             alone = copy.deepcopy(model)
             seeded(alone, batch)[b].backward()
-            for n, p in trainable(alone).items():
-                if p.grad is not None:
-                    grads[n][b] = p.grad
+            rows.append({n: p.grad for n, p in trainable(alone).items()})
+        grads = {
+            n: torch.stack([r[n] if r[n] is not None else 0 * p for r in rows]).detach()
+            for n, p in trainable(model).items()
+        }
         c = half_clipped(grads)
-        private = make_private(model, *MODE, batch_size=B, max_grad_norm=c, lr=0.0)
+        private = make_private(model, "ghost_bk", batch_size=B, max_grad_norm=c, lr=0.0)
         for _ in range(3):
             private.step(batch, seeded)
             got = {n: B * p.grad for n, p in trainable(model).items()}

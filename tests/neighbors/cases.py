@@ -3,13 +3,11 @@
 import random
 from typing import Any, Dict, List, NamedTuple
 
-import torch
 from torch import nn
 from torch.nn import functional as F
 
 import opacus_ext
 from tests import events
-from tests.adapter.common import EVERY_MODE
 from tests.adapter.silence_test import Hidden, Sequences, state_loss
 from tests.common import net, square_loss
 from tests.fuzz.ops import UNARY
@@ -26,6 +24,7 @@ from tests.neighbors.records import (
     with_states,
 )
 from tests.neighbors.search import Setting
+from tests.zoo import EVERY_MODE
 
 D, V = 3, 6
 # One pass or two, sums or all gradients, samples together or one by one; other modes
@@ -37,7 +36,6 @@ MODES = ("ghost_bk", "hooks", "ghost", "scan")
 FLOATS = Records({"x": Field(D)}, stacked)
 ROWS = Records({"x": Field(D, whole=True)}, stacked)
 IDS = Records({"ids": Field(values=V)}, stacked)
-LABELED = Records({"x": Field(D), "y": Field(values=V)}, stacked)
 PADDED = Records({"x": Field(D)}, padded, ragged=True)
 PADDED_IDS = Records({"ids": Field(values=V)}, padded, ragged=True)
 LISTED = Records({"x": Field(D)}, listed, ragged=True)
@@ -143,21 +141,6 @@ def setting(name: str, **changes: Any) -> Setting:
     return Setting(name, make, records, loss, kwargs=kwargs, **changes)
 
 
-# -- criteria --------------------------------------------------------------------------
-
-
-def unequal(private, batch):
-    """Classes as targets; where a criterion ignores one, counts are unequal."""
-    x, y = batch
-    private.criterion(private.module(x).mT, y).backward()
-
-
-CRITERIA = {
-    "ignored": nn.CrossEntropyLoss(ignore_index=0),
-    "weights": nn.CrossEntropyLoss(weight=torch.linspace(0, 2, V).double()),
-    "smoothed": nn.CrossEntropyLoss(label_smoothing=0.2),
-}
-
 # -- all of them -----------------------------------------------------------------------
 
 # Each model in "ghost_bk", and in one of the others in turn.
@@ -192,19 +175,6 @@ LOOPS = [
         *map(loops.silent, events.SILENT),
     )
 ] + [setting(name, mode="hooks", loop=loops.accumulated) for name in ("tied", "rows")]
-LOSSES = [
-    Setting(
-        f"criterion {name}",
-        lambda: nn.Linear(D, V),
-        LABELED,
-        square_loss,
-        mode=mode,
-        backward=unequal,
-        kwargs=dict(criterion=criterion),
-    )
-    for name, criterion in CRITERIA.items()
-    for mode in ("ghost", "scan")
-]
 COMPILED = [
     setting(name, mode=mode, backend="eager")
     for name, mode in (
@@ -213,4 +183,4 @@ COMPILED = [
         ("sums", "hooks"),
     )
 ]
-SETTINGS = EVERYWHERE + NOT_WRAPPED + CLIPPED + LOOPS + LOSSES
+SETTINGS = EVERYWHERE + NOT_WRAPPED + CLIPPED + LOOPS

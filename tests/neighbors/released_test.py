@@ -8,9 +8,9 @@ from opacus.accountants import RDPAccountant
 
 from opacus_ext import Monitor
 from opacus_ext.releases import release_popularity, release_transitions
-from tests.adapter.common import EVERY_MODE
 from tests.neighbors.cases import setting
 from tests.neighbors.search import SLACK, neighbors, runs_of
+from tests.zoo import EVERY_MODE
 
 PAIRS = 18
 

@@ -34,7 +34,6 @@ class Setting:
     Attributes:
         loss: ``(model, batch)`` to losses ``[B]``
         loop: how a batch is trained on, see ``loops``
-        backward: ``(private, batch)``, in place of ``loss``
         kwargs: of ``make_private``
         note: for its label
     """
@@ -46,7 +45,6 @@ class Setting:
     mode: str = "ghost_bk"
     wrap: bool = True
     loop: Optional[Callable] = None
-    backward: Optional[Callable] = None
     backend: Optional[str] = None
     kwargs: Dict[str, Any] = field(default_factory=dict)
     note: str = ""
@@ -86,10 +84,7 @@ class Run:
         return float(self.private.optimizer.sensitivity)
 
     def backward(self, batch: Any) -> None:
-        if self.setting.backward is None:
-            self.private.backward(batch, self.setting.loss)
-        else:
-            self.setting.backward(self.private, batch)
+        self.private.backward(batch, self.setting.loss)
 
     def step(self, batch: Any) -> None:
         self.private.optimizer.zero_grad()

@@ -61,7 +61,7 @@ def add_into(total: T | None, gradients: T) -> T:
     """Returns gradients, added in place to ``total`` if given."""
     if total is None:
         return gradients
-    return total.add_(gradients.view_as(total))
+    return total.add_(gradients.reshape(total.shape))
 
 
 class Term:
