@@ -806,16 +806,10 @@ COPIES = {
 def test_a_copy_of_an_optimizer_breaks_no_other(mode, clipping):
     given = dict(batch_size=4, clipping=clipping)
     made = [make_private(three(), mode, **given) for _ in "ab"]
-    stock = torch.optim.SGD(nn.Linear(2, 2).parameters(), 0.1), 1.0
-    stock = DPOptimizer(
-        stock[0], noise_multiplier=1.0, max_grad_norm=1.0, expected_batch_size=4
-    )
     for name, copies in COPIES.items():
         with pytest.raises(Refused, match="is not copied or pickled") as caught:
             copies(made[0].optimizer)
         assert caught.value.parameter == "optimizer", name
-    with pytest.raises(Refused, match="DPOptimizer is not copied or pickled"):
-        copy.deepcopy(stock)  # ours are subclasses of it
     for private in (*made, make_private(three(), mode, **given)):
         private.step(X, square_loss)
         state = copy.deepcopy(private.optimizer.state_dict())
