@@ -511,8 +511,8 @@ KAPLAN: Dict[str, Fit] = {
 #: L2 of the private paper. It publishes its exponents (appendix E) and the best
 #: configuration of 16 budgets with its loss (table 2), but no constants, and its
 #: measurements, which its code (google-research/dp_scaling_laws) links, could not be
-#: reached when these were fitted to the 16 rows in ``benchmarks/planner_laws.py``. a is
-#: the paper's, b is fitted, and g and a2 are such that more epsilon never plans a
+#: reached when these were fitted to the 16 rows, in ``benchmarks/planner_laws.py``. a
+#: is the paper's, b is fitted, and g and a2 are such that more epsilon never plans a
 #: smaller model at equal compute (section 4.1). Examples are counted in physical
 #: batches, 1,024 a step, as the losses were measured so.
 PAPER = private_sigmoid.of(

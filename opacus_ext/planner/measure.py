@@ -195,7 +195,6 @@ def measure(
         Refused: for an empty grid, and arguments out of range
 
     Example:
-        >>> from opacus_ext.planner import byte_transformers
         >>> family = byte_transformers(b"To be, or not to be" * 20, 8, ["8x1"])
         >>> grid = dict(ratios=[0, 0.01], steps=4, every=2, batch_size=4)
         >>> runs = measure(family, "runs.jsonl", **grid, progress=False)

@@ -301,6 +301,8 @@ def _problems_of_plan(args: argparse.Namespace) -> Iterator[str]:
         yield "--trainable goes without --measurements and --law"
     if args.noise_free and (fitted or law):
         yield "--noise-free goes without --measurements and --law"
+    if args.rank and args.trainable is None:
+        yield "--rank needs --trainable, the parameters of adapters of this rank"
     cost = args.price or args.devices > 1 or args.utilization
     if cost and args.device_flops is None:
         yield "--price, --devices and --utilization need --device-flops"

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from opacus.accountants.analysis.rdp import compute_rdp
 
-from opacus_ext.planner import cost as search_cost
+from opacus_ext.planner import cost
 
 ORDERS = np.array([1.5, 2.0, 4.0, 9.0, 30.0])
 
@@ -26,7 +26,7 @@ def best_of(law, generating):
 @pytest.mark.parametrize("eta", [1.0, 0.0])
 @pytest.mark.parametrize("trials", [1.001, 3.0, 40.0])
 def test_random_stopping_bounds_the_best_of_a_random_number(eta, trials):
-    gamma = search_cost.gamma_of(trials, eta)
+    gamma = cost.gamma_of(trials, eta)
     mean = 1 / gamma if eta else (1 / gamma - 1) / np.log(1 / gamma)
     assert mean == pytest.approx(trials)
 
@@ -41,7 +41,7 @@ def test_random_stopping_bounds_the_best_of_a_random_number(eta, trials):
         q = p * np.exp(0.3 * rng.uniform(-1, 1, 4))
         q /= q.sum()
         rdp = np.array([divergence(order, p, q) for order in ORDERS])
-        bound = search_cost.random_stopping(ORDERS, rdp, trials, eta)
+        bound = cost.random_stopping(ORDERS, rdp, trials, eta)
         one, other = best_of(p, generating), best_of(q, generating)
         found = np.array([divergence(order, one, other) for order in ORDERS])
         assert (found <= bound + 1e-12).all()
@@ -53,17 +53,17 @@ def test_random_stopping_bounds_the_best_of_a_random_number(eta, trials):
 def test_divergences_are_those_of_opacus(noise, rate):
     orders = np.array([1.05, 1.7, 2.0, 10.9, 63.0])
     theirs = compute_rdp(q=rate, noise_multiplier=noise, steps=100, orders=orders)
-    found = search_cost.renyi(orders, noise, rate, 100)
+    found = cost.renyi(orders, noise, rate, 100)
     assert found == pytest.approx(theirs, rel=1e-7)
 
 
 def test_a_search_costs_little_more_for_more_trials():
     budget = 4.0, 1e-6, 1000, 0.01
-    rows = search_cost.ways(*budget, trials=50)
+    rows = cost.ways(*budget, trials=50)
     alone, geometric, _, composed = (row["noise_multiplier"] for row in rows)
     assert alone < geometric < composed
-    few = search_cost.search_noise(*budget, trials=5)
+    few = cost.search_noise(*budget, trials=5)
     assert few < geometric < 1.5 * few
-    rdp = search_cost.renyi(search_cost.ORDERS, geometric, 0.01, 1000)
-    spent = search_cost.random_stopping(search_cost.ORDERS, rdp, 50)
-    assert 3.98 < search_cost.epsilon_of(search_cost.ORDERS, spent, 1e-6) <= 4
+    rdp = cost.renyi(cost.ORDERS, geometric, 0.01, 1000)
+    spent = cost.random_stopping(cost.ORDERS, rdp, 50)
+    assert 3.98 < cost.epsilon_of(cost.ORDERS, spent, 1e-6) <= 4
