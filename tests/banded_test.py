@@ -17,8 +17,8 @@ from scipy.optimize import minimize
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from opacus_ext.data import CyclicPoisson, Poisson
 from opacus_ext.budget import banded, calibrate
+from opacus_ext.data import CyclicPoisson, Poisson
 from opacus_ext.losses import PerSample
 from opacus_ext.monitor import Monitor
 from opacus_ext.optimizers.banded import (
