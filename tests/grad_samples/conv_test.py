@@ -5,19 +5,10 @@ import random
 
 import pytest
 import torch
-from opacus.grad_sample import GradSampleHooks, GradSampleHooksFastGradientClipping
 from torch import nn
 
 from opacus_ext import Refused
-from tests.common import (
-    Net,
-    assert_same,
-    norms_of,
-    oracle,
-    run_mode,
-    square_loss,
-    squares,
-)
+from tests.common import Net, run_mode, square_loss
 from tests.grad_samples.rule_case import BOTH, MODE, RuleCase, RuleTests, exact
 
 CONV = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
@@ -174,23 +165,3 @@ def test_channels_last(dims):
     x = torch.randn(4, 2, *[3] * dims).double().to(memory_format=form)
     assert not x.is_contiguous()
     exact(model, x, square_loss)
-
-
-@pytest.mark.parametrize("N", [0, 3])
-@pytest.mark.parametrize("dims, kinds", [(1, TRANSPOSED), (2, CONV), (3, CONV)])
-def test_samplers_for_opacus(dims, kinds, N):
-    """Its other engines get gradients and norms by the same rule."""
-    layer = kinds[dims](2, 4, 2, groups=2).double()
-    x = torch.randn(N, 2, *[4] * dims).double()
-    expected = oracle(layer, x, square_loss)
-    output = layer(x)
-    backprops = torch.zeros_like(output)
-    if N:
-        (backprops,) = torch.autograd.grad(squares(output).sum(), output)
-    named = {p: n for n, p in layer.named_parameters()}
-    got = GradSampleHooks.GRAD_SAMPLERS[type(layer)](layer, [x], backprops)
-    assert_same({named[p]: g for p, g in got.items()}, expected)
-    sampler = GradSampleHooksFastGradientClipping.NORM_SAMPLERS[type(layer)]
-    for p, norm in sampler(layer, [x], backprops).items():
-        wanted = norms_of({named[p]: expected[named[p]]})
-        torch.testing.assert_close(norm.to(wanted), wanted, rtol=1e-8, atol=1e-12)
