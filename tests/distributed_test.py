@@ -348,7 +348,7 @@ def correlated_run():
     x[:, 0] = torch.arange(48)
     model = nn.Linear(5, 3).double()
     private = make_private(
-        DPDDP(model) if dist.is_initialized() else model,
+        DDP(model) if dist.is_initialized() else model,
         "ghost_bk",
         batch_size=6,
         dataset=TensorDataset(x),
