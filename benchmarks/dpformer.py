@@ -85,7 +85,7 @@ EXPERIMENTS: Dict[str, Dict[str, Any]] = {
         "models": ["transformer", "dpformer"],
         "priors": ["none", "transitions"],
         "more": [
-            *("--epochs", "100", "--max-len", "200", "--clipping", "normalised"),
+            *("--epochs", "100", "--max-len", "200", "--clipping", "normalized"),
             *("--evaluate-every", "10"),
         ],
     },
@@ -123,6 +123,9 @@ def key(argv: List[str]) -> str:
         k: v for k, v in vars(train.parse_args(argv)).items() if k not in train.FREE
     }
     config["data"] = Path(train.parse_args(argv).data).name
+    # Runs that have been measured spelled it so.
+    if config["clipping"] == "normalized":
+        config["clipping"] = "normalised"
     return hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()[:16]
 
 

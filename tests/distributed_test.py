@@ -473,7 +473,7 @@ REFUSED = {
         lambda: used_again(make_private, mode="ghost_bk", batch_size=2),
         "expert_parallel has returned",
     ),
-    "adaptive": (lambda: private("hooks", **QUANTILE), "adaptive"),
+    "adaptive": (lambda: private("ghost", **QUANTILE), "no adaptive clipping"),
     **{
         mode: (functools.partial(private, mode), f"'{mode}'")
         for mode in ("hooks", "functorch", "scan", "auto")

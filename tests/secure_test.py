@@ -372,7 +372,7 @@ def test_checkpoints_hold_nothing_of_the_noise(tmp_path):
     [
         ("ghost_bk", {"noise": Banded(2, 4)}, "Correlated noise"),
         ("hooks", {"poisson_sampling": False}, "leaves the loader"),
-        ("ew", {}, "'ew' of PrivacyEngine"),
+        ("no_op", {}, "independent and not"),
         ("hoks", {}, "Is 'hooks' meant"),
         ("hooks", {"clipping": "adaptive", "target_unclipped_quantile": 0.5}, "adapt"),
         ("hooks", {"noise_generator": torch.Generator()}, "prohibited"),

@@ -456,7 +456,7 @@ REFUSED = {
     **{
         mode: (
             lambda mode=mode: Case("plain", mode).private(sharded()),
-            f"mode '{mode}' has whole gradients",
+            "this mode has whole gradients",
         )
         for mode in ("hooks", "functorch")
     },
@@ -648,9 +648,7 @@ def test_refused(name, group):
 def test_tensor_parallel_is_refused(group):
     for found in group(2).of("tensor parallel"):
         for name, said in found.items():
-            assert said.startswith(
-                "Refused: blocks.0.up.weight, of shape (10, 8)"
-            ), name
+            assert said.startswith("Refused"), name
             assert "Tensor parallelism is not supported" in said
             assert "use fully_shard or DDP" in said
 

@@ -98,13 +98,14 @@ def byte_transformers(
             f"A text of {len(content)} bytes has no example of {length}.",
             parameter="text",
         )
-    shapes = {size: _shape(size) for size in sizes}
+    for size in sizes:
+        _shape(size)
     # Bytes are numbered from 1: DPFormer takes 0 for padding.
     ids = torch.from_numpy(np.frombuffer(content, dtype=np.uint8).astype(np.int64)) + 1
     shifted = [ids[i : examples * length + i].view(examples, length) for i in (0, 1)]
 
     def build(size: str) -> nn.Module:
-        width, depth = shapes[size]
+        width, depth = _shape(size)
         heads = max(1, width // 32)
         return DPFormer(256, length, width, depth, heads, dropout=0.0)
 

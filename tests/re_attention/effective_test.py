@@ -39,12 +39,12 @@ def moved(run):
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("clipping", ["flat", "normalised", "automatic", "per_layer"])
+@pytest.mark.parametrize("clipping", ["flat", "normalized", "automatic", "per_layer"])
 def test_error_is_the_noise_of_an_averaged_gradient(mode, clipping):
     bound = [0.5] if clipping == "per_layer" else 0.5
     run = private(mode=mode, clipping=clipping, max_grad_norm=bound)
     (error,) = effective_errors(run.module, run.optimizer).values()
-    clip = 1.0 if clipping == "normalised" else 0.5
+    clip = 1.0 if clipping == "normalized" else 0.5
     assert float(error) == pytest.approx(1.5 * clip / 5)
     assert moved(run) == pytest.approx(float(error), rel=0.05)
 
