@@ -149,6 +149,7 @@ class ErrorTracker:
         self._noise: float | None = None
         self._variances: dict[str, Tensor] = {}
         self._state: Any = None  # of which these are the variances
+        self._started = False
         if optimizer is not None:
             self._update(model)  # what can't be used is refused here
         for part in model.modules():
@@ -158,6 +159,7 @@ class ErrorTracker:
         self._handles = [
             model.register_state_dict_post_hook(partial(self._save)),  # torch marks it
             model._register_load_state_dict_pre_hook(self._load),
+            model.register_forward_hook(self._check_used),
         ]
 
     def detach(self) -> None:
@@ -175,10 +177,13 @@ class ErrorTracker:
 
     def errors(self) -> dict[str, Tensor]:
         """The effective errors at this moment, by names of parameters."""
-        return effective_errors(self._model, self._optimizer, self._shares)
+        self._update(self._model)
+        noise = self._noise if self._optimizer is None else self._optimizer
+        return effective_errors(self._model, noise, self._shares)
 
     def start(self, model: nn.Module) -> Errors:
         """Begins a forward pass of the model, or of a copy."""
+        self._started = True
         self._update(model)
         variances = {}
         for name, p in model.named_parameters():
@@ -186,6 +191,18 @@ class ErrorTracker:
                 dtype = torch.promote_types(p.dtype, torch.float32)
                 variances[id(p)] = self._variances[name].to(p.device, dtype)
         return Errors(variances, self.where, self.cap)
+
+    def _check_used(self, model: nn.Module, inputs: Any, output: Any) -> None:
+        """Refuses a forward pass that left the correction out."""
+        started, self._started = self._started, False
+        if not started and self.acts(model.training):
+            raise refused(
+                model,
+                "its errors are tracked, and its forward pass does not use its "
+                "method propagate",
+                "Call opacus_ext.re_attention.propagated(self, x) in forward, or "
+                "detach the tracker.",
+            )
 
     def _update(self, model: nn.Module) -> None:
         """Computes the variances of the parameters anew if something has changed."""
@@ -203,6 +220,12 @@ class ErrorTracker:
         state = self._noise, [p.requires_grad for p in model.parameters()]
         if state == self._state:
             return
+        if self._optimizer is None and not any(state[1]):
+            raise refused(
+                model,
+                "its parameters are all frozen, so that none of them has an error",
+                "Leave requires_grad as in training, and evaluate in torch.no_grad().",
+            )
         for name, error in effective_errors(model, noise, self._shares).items():
             variance = error.square()
             self._variances[name] = variance[:, None] if error.dim() else variance

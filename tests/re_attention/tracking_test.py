@@ -214,6 +214,12 @@ def test_state_dict(tmp_path):
         other(ids)
     other.load_state_dict(state)
     assert torch.equal(other(ids), model(ids))
+    errors = tracker_of(other).errors()
+    assert torch.equal(errors["embedding.weight"], tracker.errors()["embedding.weight"])
+    other.requires_grad_(False)  # then it is not known what was trained
+    with pytest.raises(Refused, match="parameters are all frozen"):
+        other(ids)
+    other.requires_grad_(True)
     # to train: shares come from the state, the noise from the optimizer
     third = dpformer()
     track(third, where="scores")
@@ -319,6 +325,34 @@ def test_bad_arguments(options, message):
     with pytest.raises(ValueError, match=message):
         track(**{"model": model, **options})
     assert tracker_of(model) is None  # it can be tried again
+
+
+class Forgets(Propagating):
+    """Its method is not what it runs, or loses the errors."""
+
+    def __init__(self, uses):
+        super().__init__()
+        self.layer, self.uses = SelfAttention(8), uses
+
+    def propagate(self, x):
+        return Uncertain(x.through(self.layer).value)
+
+    def forward(self, x):
+        return super().forward(x) if self.uses else x
+
+
+@pytest.mark.parametrize(
+    "uses, said",
+    [(True, "propagate must return an Uncertain"), (False, "does not use its method")],
+)
+def test_no_pass_without_correction(uses, said):
+    model, x = Forgets(uses), torch.randn(1, 3, 8)
+    plain = model(x)
+    tracker = track(model)
+    with pytest.raises(Refused, match=said):
+        model(x)
+    tracker.detach()
+    assert torch.equal(model(x), plain)
 
 
 def test_refused():
