@@ -13,6 +13,7 @@ from opacus.distributed import DifferentiallyPrivateDistributedDataParallel as D
 from opacus.validators import ModuleValidator
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 
@@ -306,6 +307,19 @@ def test_noise_is_followed(mode):
     model.requires_grad_(False)  # what is frozen later errs no more
     assert not any(e.any() for e in tracker.errors().values())
     torch.testing.assert_close(model(ids), plain, rtol=1e-12, atol=1e-12)
+
+
+def test_other_parameters():
+    """Compiled, and with parameters from elsewhere, it is the same function."""
+    model, ids = dpformer(), sequences()
+    compiled = torch.compile(model, backend="eager")
+    track(compiled, EMBEDDED)
+    out = model(ids)
+    detached = {name: p.detach() for name, p in model.named_parameters()}
+    assert torch.equal(functional_call(model, detached, (ids,)), out)
+    assert torch.equal(compiled(ids), out)
+    model.load_state_dict(copy.deepcopy(model.state_dict()), assign=True)
+    assert torch.equal(model(ids), out)
 
 
 # Refusals
