@@ -248,7 +248,9 @@ def calibrate(
         # The factor keeps a whole number whole in spite of rounding.
         times = np.maximum(np.ceil(times * rate * (1 - 1e-12)), 1)
         fixed = records * np.sqrt(times) * noise_multiplier(epsilon, delta, 1, 1.0)
-    return lower_noise(poisson, fixed, poisson <= fixed, batch)
+    # At a rate of 1 they are the same, but for rounding.
+    amplified = poisson <= fixed * (1 + 1e-12)
+    return lower_noise(poisson, fixed, amplified, batch)
 
 
 def lower_noise(
@@ -281,7 +283,7 @@ def noise_left(
             accountant, at a noise
 
     Raises:
-        Refused: if nothing is left
+        Refused: if nothing is left, or an argument is out of its range
 
     Example:
         >>> from opacus.accountants import RDPAccountant
@@ -290,6 +292,7 @@ def noise_left(
         >>> f"{noise_left(accountant, 5.0, 1e-5, 0.1, 100):.2f}"
         '1.29'
     """
+    _checked(epsilon=epsilon, delta=delta, sample_rate=sample_rate, steps=steps)
 
     def spent(noise: float) -> float:
         trial = deepcopy(accountant)  # with its state beside the history

@@ -144,6 +144,7 @@ def re_attention(
         >>> re_attention(x, x, x, is_causal=True).value.shape
         torch.Size([1, 2, 5, 4])
     """
+    query.same_pass(key, value)
     values, errors = (query.value, key.value, value.value), key.errors
     rest = attn_mask, dropout_p, is_causal
     if errors is None:

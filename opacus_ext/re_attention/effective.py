@@ -112,12 +112,27 @@ def effective_errors(
         >>> effective_errors(model, private, {"weight": torch.tensor([0.0, 0.1, 1.0])})
         {'weight': tensor([2.0000, 2.0000, 0.2000])}
     """
-    model, noise, trained = innermost(model), optimizer, None
-    if not isinstance(optimizer, float):
-        noise = gradient_noise(optimizer)
-        trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    params = dict(model.named_parameters())
-    shares = shares or {}
+    params = dict(innermost(model).named_parameters())
+    noise = optimizer if isinstance(optimizer, float) else gradient_noise(optimizer)
+    return errors_of(params, noise, trained_names(params, optimizer), shares or {})
+
+
+def trained_names(params: Mapping[str, Tensor], optimizer: Any) -> set[str]:
+    """The names of those that err; with a number as optimizer, of all not frozen."""
+    names = {name for name, p in params.items() if p.requires_grad}
+    if isinstance(optimizer, float):
+        return names
+    trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    return {name for name in names if id(params[name]) in trained}
+
+
+def errors_of(
+    params: Mapping[str, Tensor],
+    noise: float,
+    trained: set[str],
+    shares: Mapping[str, Tensor],
+) -> dict[str, Tensor]:
+    """:func:`effective_errors` of parameters, of which some are trained."""
     if unknown := sorted(set(shares) - set(params)):
         raise Refused(
             f"shares for {unknown}; the parameters are {list(params)}.",
@@ -125,8 +140,7 @@ def effective_errors(
         )
     errors = {}
     for name, p in params.items():
-        errs = p.requires_grad and (trained is None or id(p) in trained)
-        error = torch.tensor(noise if errs else 0.0, device=p.device)
+        error = torch.tensor(noise if name in trained else 0.0, device=p.device)
         if name in shares:
             error = error / _checked_shares(name, p, shares[name])
         errors[name] = error
@@ -134,11 +148,14 @@ def effective_errors(
 
 
 def innermost(model: nn.Module) -> nn.Module:
-    """The model in wrappers of Opacus, its handle or distributed wrappers."""
-    wrapped = (nn.parallel.DistributedDataParallel, DPDDP)
-    while hasattr(model, "_module") or isinstance(model, wrapped):
-        model = model._module if hasattr(model, "_module") else model.module
-    return model
+    """The model in wrappers of Opacus, torch.compile or distributed training."""
+    inside = model
+    if isinstance(model, (nn.parallel.DistributedDataParallel, DPDDP)):
+        inside = model.module
+    else:
+        for name in ("_module", "_orig_mod"):
+            inside = getattr(inside, name, inside)
+    return model if inside is model else innermost(inside)
 
 
 def _checked_shares(name: str, p: Tensor, given: Tensor) -> Tensor:

@@ -30,6 +30,10 @@ STATE = (
     "Derive it from opacus_ext.re_attention.Propagating and write its forward pass as "
     "the method propagate (docs/how-to/re-attention.md), or detach the tracker."
 )
+HOOK = (
+    "Remove the hook (keep what register_forward_hook returns, and call its remove), "
+    "or detach the tracker."
+)
 
 
 def refused(module: nn.Module, what: str, remedy: str) -> Refused:
@@ -94,13 +98,47 @@ class Uncertain:
     variance: Tensor | None = None
     errors: Errors | None = None
 
+    def __post_init__(self) -> None:
+        if (self.variance is None) != (self.errors is None):
+            raise Refused(
+                "An Uncertain has a variance and errors, or neither of them.",
+                remedy="Make it as Uncertain(value, variance, x.errors), with a "
+                "variance wherever x has one.",
+            )
+        if self.variance is None:
+            return
+        width, shape = self.value.shape[-1:], self.variance.shape
+        if len(shape) != self.value.dim() or shape[-1:] not in (width, (1,)):
+            raise Refused(
+                f"A variance of shape {[*shape]} does not belong to a value of shape "
+                f"{[*self.value.shape]}.",
+                remedy="It has the dimensions of the value, the last of them as "
+                "wide, or 1.",
+            )
+
+    def same_pass(self, *others: Any) -> None:
+        """
+        Refuses what errors were lost of, or left over from another forward pass.
+
+        Raises:
+            Refused: for a tensor, or a value with other errors
+        """
+        for other in others:
+            if not isinstance(other, Uncertain):
+                raise Refused(
+                    f"An Uncertain was combined with a {type(other).__name__}.",
+                    remedy="Wrap what has no error as x.known(tensor).",
+                )
+            if other.errors is not self.errors:
+                raise Refused(
+                    "The errors of one of two values that are combined were lost.",
+                    remedy="Make each value as Uncertain(value, variance, x.errors), "
+                    "in the forward pass that uses it.",
+                )
+
     def known(self, value: Tensor) -> Uncertain:
         """Returns a value without an error, for the same forward pass."""
-        if self.errors is None:
-            return Uncertain(value)
-        dtype = torch.promote_types(value.dtype, torch.float32)
-        zeros = value.new_zeros((1,) * value.dim(), dtype=dtype)
-        return Uncertain(value, zeros, self.errors)
+        return _known(value, self.errors)
 
     def through(self, module: nn.Module, *args: Any, **kwargs: Any) -> Uncertain:
         """
@@ -115,9 +153,12 @@ class Uncertain:
         if isinstance(module, Propagating):
             return module(self, *args, **kwargs)  # its hooks run
         if type(module) is nn.Sequential:
+            if _has_hooks(module):
+                raise refused(module, "its hooks would not run", HOOK)
             return functools.reduce(Uncertain.through, module, self)
         rule = _rule_of(module)
-        value = module(self.value, *args, **kwargs)
+        with _unchanged_by_hooks(module):
+            value = module(self.value, *args, **kwargs)
         with quietly(value):
             variance = rule(module, self.moments(), self.errors)
         return Uncertain(value, variance, self.errors)
@@ -147,6 +188,7 @@ class Uncertain:
 
     def __add__(self, other: Any) -> Uncertain:
         """Adds another uncertain value: their errors are taken to be independent."""
+        self.same_pass(other)
         if self.variance is None:
             return Uncertain(self.value + other.value)
         variance = token(self.variance) + token(other.variance)
@@ -154,11 +196,25 @@ class Uncertain:
 
     def __mul__(self, number: Any) -> Uncertain:
         """Multiplies by a number that is known."""
+        if isinstance(number, Uncertain):
+            raise Refused(
+                "Two uncertain values were multiplied.",
+                remedy="Compute the variance of their product, and make it as "
+                "Uncertain(value, variance, x.errors).",
+            )
         if self.variance is None:
             return Uncertain(self.value * number)
         return Uncertain(self.value * number, self.variance * number**2, self.errors)
 
     __rmul__ = __mul__
+
+
+def _known(value: Tensor, errors: Errors | None) -> Uncertain:
+    if errors is None:
+        return Uncertain(value)
+    dtype = torch.promote_types(value.dtype, torch.float32)
+    zeros = value.new_zeros((1,) * value.dim(), dtype=dtype)
+    return Uncertain(value, zeros, errors)
 
 
 @contextmanager
@@ -217,9 +273,49 @@ RULES: dict[type[nn.Module], Callable] = {
 def _rule_of(module: nn.Module) -> Callable:
     """Finds the rule of a layer of torch, also of a subclass with the same forward."""
     for kind, rule in RULES.items():
-        if isinstance(module, kind) and type(module).forward is kind.forward:
+        same = type(module).forward is kind.forward and "forward" not in vars(module)
+        if isinstance(module, kind) and same:
             return rule
     raise refused(module, "it does not state how errors pass it", STATE)
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    return bool(module._forward_hooks or module._forward_pre_hooks)
+
+
+@contextmanager
+def _unchanged_by_hooks(module: nn.Module) -> Iterator[None]:
+    """
+    A context for the call of a layer, whose hooks may look at tensors.
+
+    Raises:
+        Refused: where they replace one, as its rule would not know of it
+    """
+    if not _has_hooks(module):
+        yield
+        return
+    seen: list[Any] = []
+
+    def note(module: nn.Module, args: Any, *out: Any) -> None:
+        seen.append(out[0] if out else args[0])
+
+    # Before the hooks of the module, and behind them.
+    handles = [
+        register(note, prepend=prepend)
+        for register in (module.register_forward_pre_hook, module.register_forward_hook)
+        for prepend in (True, False)
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+    if not (seen[0] is seen[1] and seen[2] is seen[3]):
+        raise refused(
+            module,
+            "a hook replaces its input or its output, where errors are tracked",
+            HOOK,
+        )
 
 
 # -- modules that state their propagation ----------------------------------------------
@@ -273,14 +369,26 @@ def propagated(module: nn.Module, x: Tensor, *args: Any, **kwargs: Any) -> Tenso
             "it is called outside of the model whose errors are tracked",
             "Call that model, or detach its tracker.",
         )
-    return module.propagate(Uncertain(x), *args, **kwargs).value  # type: ignore
+    return _propagate(module, Uncertain(x), *args, **kwargs).value
+
+
+def _propagate(module: Any, start: Uncertain, *args: Any, **kwargs: Any) -> Uncertain:
+    """Calls ``module.propagate``, which returns a value with the errors of the pass."""
+    out = module.propagate(start, *args, **kwargs)
+    if not (isinstance(out, Uncertain) and out.errors is start.errors):
+        raise refused(
+            module,
+            "its method propagate must return an Uncertain with the errors of its "
+            f"input, and returned {type(out).__name__} without them",
+            "Make each value as Uncertain(value, variance, x.errors).",
+        )
+    return out
 
 
 @torch.compiler.disable  # the noise changes from step to step
 def _tracked(tracker: Any, module: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     errors = tracker.start(module)
-    start = Uncertain(x, None, errors).known(x)
-    out = module.propagate(start, *args, **kwargs)
+    out = _propagate(module, _known(x, errors), *args, **kwargs)
     if not errors.corrected:
         raise refused(
             module,

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from opacus_ext.re_attention.effective import (
-    effective_errors,
+    errors_of,
     gradient_noise,
     innermost,
+    trained_names,
 )
 from opacus_ext.re_attention.propagation import (
     PART,
@@ -19,6 +20,7 @@ from opacus_ext.re_attention.propagation import (
     TRACKER,
     Errors,
     Propagating,
+    Uncertain,
     refused,
 )
 from opacus_ext.refused import Refused
@@ -145,10 +147,13 @@ class ErrorTracker:
             )
         self._model = model
         self._optimizer = optimizer
+        # Those that torch.func.functional_call puts in their place are not trained.
+        self._parameters = dict(model.named_parameters())
         self._shares = _by_name(model, shares)
         self._noise: float | None = None
-        self._variances: dict[str, Tensor] = {}
+        self._errors: dict[str, Tensor] = {}
         self._state: Any = None  # of which these are the variances
+        self._started = False
         if optimizer is not None:
             self._update(model)  # what can't be used is refused here
         for part in model.modules():
@@ -158,6 +163,7 @@ class ErrorTracker:
         self._handles = [
             model.register_state_dict_post_hook(partial(self._save)),  # torch marks it
             model._register_load_state_dict_pre_hook(self._load),
+            model.register_forward_hook(self._check_used),
         ]
 
     def detach(self) -> None:
@@ -175,24 +181,40 @@ class ErrorTracker:
 
     def errors(self) -> dict[str, Tensor]:
         """The effective errors at this moment, by names of parameters."""
-        return effective_errors(self._model, self._optimizer, self._shares)
+        self._update(self._model)
+        return self._errors
 
     def start(self, model: nn.Module) -> Errors:
         """Begins a forward pass of the model, or of a copy."""
+        self._started = True
         self._update(model)
         variances = {}
         for name, p in model.named_parameters():
-            if name in self._variances:
+            if name in self._errors:
                 dtype = torch.promote_types(p.dtype, torch.float32)
-                variances[id(p)] = self._variances[name].to(p.device, dtype)
+                variance = self._errors[name].square().to(p.device, dtype)
+                variances[id(p)] = variance[:, None] if variance.dim() else variance
         return Errors(variances, self.where, self.cap)
+
+    def _check_used(self, model: nn.Module, inputs: Any, output: Any) -> None:
+        """Refuses a forward pass that left the correction out."""
+        if isinstance(output, Uncertain):  # as a part of a model that is tracked
+            return
+        started, self._started = self._started, False
+        if not started and self.acts(model.training):
+            raise refused(
+                model,
+                "its errors are tracked, and its forward pass does not use its "
+                "method propagate",
+                "Call opacus_ext.re_attention.propagated(self, x) in forward, or "
+                "detach the tracker.",
+            )
 
     def _update(self, model: nn.Module) -> None:
         """Computes the variances of the parameters anew if something has changed."""
-        noise: Any = self._noise
         if self._optimizer is not None:
-            model, noise = self._model, self._optimizer
-            self._noise = gradient_noise(noise)
+            self._noise = gradient_noise(self._optimizer)
+        noise = self._noise
         if noise is None:
             raise Refused(
                 "No noise is known.",
@@ -200,13 +222,20 @@ class ErrorTracker:
                 remedy="Pass the optimizer to track_errors, or load a state_dict of a "
                 "tracked model.",
             )
-        state = self._noise, [p.requires_grad for p in model.parameters()]
-        if state == self._state:
+        optimizer = noise if self._optimizer is None else self._optimizer
+        trained = trained_names(self._parameters, optimizer)
+        if self._state == (noise, trained):
             return
-        for name, error in effective_errors(model, noise, self._shares).items():
-            variance = error.square()
-            self._variances[name] = variance[:, None] if error.dim() else variance
-        self._state = state
+        if self._optimizer is None and not trained:
+            raise refused(
+                model,
+                "its parameters are all frozen, so that none of them has an error",
+                "Leave requires_grad as in training, and evaluate in torch.no_grad().",
+            )
+        now = model.named_parameters()
+        params = {name: p for name, p in now if name in self._parameters}
+        self._errors = errors_of(params, noise, trained, self._shares)
+        self._state = noise, trained
 
     # -- state ---------------------------------------------------------------------
 

@@ -252,6 +252,34 @@ def test_nothing_is_left():
     assert caught.value.parameter == "epsilon"
 
 
+@pytest.mark.parametrize("kind", [RDPAccountant, PRVBoundsAccountant])
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(epsilon=math.inf),  # no noise is ever too small
+        dict(epsilon=math.nan),
+        dict(steps=0),
+        dict(steps=-1),
+        dict(sample_rate=2.0),
+        dict(delta=1.0),
+    ],
+)
+def test_no_endless_search(kind, options):
+    good = dict(epsilon=1.0, delta=1e-5, sample_rate=0.05, steps=60)
+    with pytest.raises(Refused) as caught:
+        noise_left(kind(), **{**good, **options})
+    assert [caught.value.parameter] == list(options)
+
+
+def test_a_full_batch_counts_as_a_sample():
+    """Both are the same mechanism, whichever is rounded up."""
+    epsilon, delta = [0.45009388303136677, 25.27882546664844], [
+        6.41922917793491e-05,
+        3.6169717656169495e-10,
+    ]
+    assert all(calibrate(epsilon, delta, [979, 49407], 1e6, 1e6).amplified)
+
+
 GOOD = dict(epsilon=1.0, delta=1e-5, steps=100, batch_size=10, users=1000)
 WRONG = [
     (dict(epsilon=0.0), "epsilon must be finite and above 0, not 0"),

@@ -10,7 +10,7 @@ from torch import nn
 from torch.func import functional_call, vmap
 from torch.nn.utils import parametrizations
 
-from opacus_ext.layers import SelfAttention
+from opacus_ext.layers import SelfAttention, re_attention
 from opacus_ext.models.dpformer import Block
 from opacus_ext.re_attention import Propagating, Uncertain
 from opacus_ext.refused import Refused
@@ -105,6 +105,17 @@ def test_embedding_and_dropout():
     assert torch.equal(dropped.variance, 4 * x.variance)
 
 
+def hooked(layer, register="register_forward_hook", hook=lambda *_: 2 * _[-1]):
+    getattr(layer, register)(hook)
+    return layer
+
+
+def patched():
+    layer = nn.Linear(32, 4)
+    layer.forward = torch.tanh
+    return layer
+
+
 def parametrized():
     return parametrizations.weight_norm(nn.Linear(32, 4))
 
@@ -122,6 +133,15 @@ class Own(nn.Linear):
         (lambda: nn.Sequential(nn.ReLU(), nn.Tanh()), "Tanh: it does not state"),
         (parametrized, r"Linear: its weight \[4, 32\] is no parameter of the model"),
         (lambda: nn.LayerNorm((3, 32)), r"through a norm of \(3, 32\)"),
+        (patched, "Linear: it does not state how errors pass it"),
+        (lambda: hooked(nn.ReLU()), "ReLU: a hook replaces its input or its output"),
+        (
+            lambda: hooked(
+                nn.ReLU(), "register_forward_pre_hook", lambda _, x: x[0] * 2
+            ),
+            "ReLU: a hook replaces its input or its output",
+        ),
+        (lambda: hooked(nn.Sequential(nn.ReLU())), "Sequential: its hooks would not"),
     ],
 )
 def test_refused_where_errors_are_tracked(build, said):
@@ -131,6 +151,39 @@ def test_refused_where_errors_are_tracked(build, said):
     variances = {id(p): torch.tensor(0.1, dtype=D) for p in module.parameters()}
     with pytest.raises(Refused, match=said) as caught:
         uncertain(x, 0.0, variances.items()).through(module)
+    assert caught.value.remedy
+
+
+def test_hooks_may_look():
+    """Those of make_private and of a user do, forward and backward."""
+    seen, layer, x = [], nn.Linear(32, 4).double(), torch.randn(2, 3, 32, dtype=D)
+    noise = [(id(p), torch.tensor(0.1, dtype=D)) for p in layer.parameters()]
+    expected = uncertain(x, 0.2, noise).through(layer).variance
+    layer.register_forward_hook(lambda _, args, out: seen.append(out))
+    layer.register_full_backward_hook(lambda *_: seen.append(None))
+    out = uncertain(x.requires_grad_(), 0.2, noise).through(layer)
+    out.value.sum().backward()
+    assert torch.equal(out.variance, expected) and len(seen) == 2
+    assert len(layer._forward_hooks) == 1 and not layer._forward_pre_hooks
+
+
+LOST = {
+    "no errors": lambda x: Uncertain(x.value, x.variance),
+    "no variance": lambda x: Uncertain(x.value, None, x.errors),
+    "shape": lambda x: Uncertain(x.value, x.variance[..., 0], x.errors),
+    "a tensor": lambda x: x + x.value,
+    "a number": lambda x: x + 1.0,
+    "a product": lambda x: x * x,
+    "a sum": lambda x: x + Uncertain(x.value),
+    "another pass": lambda x: x + uncertain(x.value),
+    "attention": lambda x: re_attention(x, Uncertain(x.value), x),
+}
+
+
+@pytest.mark.parametrize("case", LOST)
+def test_lost_errors(case):
+    with pytest.raises(Refused) as caught:
+        LOST[case](uncertain(torch.ones(2, 3, 8, dtype=D), 0.1))
     assert caught.value.remedy
 
 

@@ -13,6 +13,7 @@ from opacus.distributed import DifferentiallyPrivateDistributedDataParallel as D
 from opacus.validators import ModuleValidator
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 
@@ -214,6 +215,12 @@ def test_state_dict(tmp_path):
         other(ids)
     other.load_state_dict(state)
     assert torch.equal(other(ids), model(ids))
+    errors = tracker_of(other).errors()
+    assert torch.equal(errors["embedding.weight"], tracker.errors()["embedding.weight"])
+    other.requires_grad_(False)  # then it is not known what was trained
+    with pytest.raises(Refused, match="parameters are all frozen"):
+        other(ids)
+    other.requires_grad_(True)
     # to train: shares come from the state, the noise from the optimizer
     third = dpformer()
     track(third, where="scores")
@@ -302,6 +309,19 @@ def test_noise_is_followed(mode):
     torch.testing.assert_close(model(ids), plain, rtol=1e-12, atol=1e-12)
 
 
+def test_other_parameters():
+    """Compiled, and with parameters from elsewhere, it is the same function."""
+    model, ids = dpformer(), sequences()
+    compiled = torch.compile(model, backend="eager")
+    track(compiled, EMBEDDED)
+    out = model(ids)
+    detached = {name: p.detach() for name, p in model.named_parameters()}
+    assert torch.equal(functional_call(model, detached, (ids,)), out)
+    assert torch.equal(compiled(ids), out)
+    model.load_state_dict(copy.deepcopy(model.state_dict()), assign=True)
+    assert torch.equal(model(ids), out)
+
+
 # Refusals
 
 
@@ -319,6 +339,34 @@ def test_bad_arguments(options, message):
     with pytest.raises(ValueError, match=message):
         track(**{"model": model, **options})
     assert tracker_of(model) is None  # it can be tried again
+
+
+class Forgets(Propagating):
+    """Its method is not what it runs, or loses the errors."""
+
+    def __init__(self, uses):
+        super().__init__()
+        self.layer, self.uses = SelfAttention(8), uses
+
+    def propagate(self, x):
+        return Uncertain(x.through(self.layer).value)
+
+    def forward(self, x):
+        return super().forward(x) if self.uses else x
+
+
+@pytest.mark.parametrize(
+    "uses, said",
+    [(True, "propagate must return an Uncertain"), (False, "does not use its method")],
+)
+def test_no_pass_without_correction(uses, said):
+    model, x = Forgets(uses), torch.randn(1, 3, 8)
+    plain = model(x)
+    tracker = track(model)
+    with pytest.raises(Refused, match=said):
+        model(x)
+    tracker.detach()
+    assert torch.equal(model(x), plain)
 
 
 def test_refused():
