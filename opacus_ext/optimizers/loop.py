@@ -281,7 +281,7 @@ class LoopMonitor:
         rate: Optional[float],
     ):
         self.module = weakref.ref(module)
-        # Each method of Opacus's engine runs in a new view of it, with its ledger.
+        # A copy of an engine shares its ledger.
         self._ledger = weakref.ref(ledger_of(engine))
         self.records = records
         self.rate = rate if rate is not None and 0 < rate < 1 else None
