@@ -180,7 +180,7 @@ class PrivacyEngine(opacus.PrivacyEngine):
         if sampling is not None:
             loader = loader_of(sampling, place, data_loader, batch_first, rand_on_empty)
         # Then the model is changed.
-        with _put_back_if_it_fails(self, module, by_hand, is_new):
+        with _put_back_if_it_fails(self, module, data_loader, by_hand, is_new):
             made = _stock["make_private"](
                 self, module=module, data_loader=loader, **given
             )
@@ -386,17 +386,20 @@ def _model_in(
 def _put_back_if_it_fails(
     engine: opacus.PrivacyEngine,
     module: nn.Module,
+    loader: DataLoader,
     by_hand: Optional[common.ByHand],
     is_new: bool,
 ) -> Iterator[None]:
     """Within it the model is made private; an error leaves all as it was before."""
-    dataset = engine.dataset
+    dataset, settings, runs = engine.dataset, {**vars(loader)}, len(runs_of(engine))
     try:
         if by_hand is not None:
             by_hand.remove()
         yield
     except BaseException:
         engine.dataset = dataset
+        vars(loader).update(settings)
+        del runs_of(engine)[runs:]
         if is_new:
             _clean(module)
         if by_hand is not None:

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import warnings
 from functools import partial
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -31,6 +32,7 @@ from opacus_ext.grad_sample.modes.adaptive import AdaptiveCriterion
 from opacus_ext.grad_sample.modes.ghost import ClippedCriterion
 from opacus_ext.grad_sample.rules.registry import RULES
 from opacus_ext.registry import MODES
+from opacus_ext.runs import runs_of
 from tests.common import check, layer_modes, make_private, square_loss
 
 # Everything in Opacus that could be changed: functions and methods of its modules, and
@@ -553,6 +555,26 @@ def test_an_engine_of_a_user_that_makes_opacus_s_own_model():
     with pytest.raises(opacus_ext.Refused, match="_prepare_model of Own"):
         _of(model, "hooks", engine=Own())
     assert not model._forward_hooks and not hasattr(model.weight, "grad_sample")
+
+
+@pytest.mark.parametrize("part", ["_count", "watch_steps"])
+def test_an_error_leaves_all_as_it_was(part, monkeypatch):
+    """Also the loader, which poisson_sampling=False returns as it was given."""
+    model, engine = nn.Linear(3, 2), PrivacyEngine()
+    loader = DataLoader(TensorDataset(torch.zeros(4, 3)))
+    before = {**vars(loader)}
+    monkeypatch.setattr(opacus_ext.engine, part, Mock(side_effect=KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        engine.make_private(
+            module=model,
+            optimizer=torch.optim.SGD(model.parameters(), lr=1.0),
+            data_loader=loader,
+            noise_multiplier=1.0,
+            max_grad_norm=1.0,
+            poisson_sampling=False,
+        )
+    assert vars(loader) == before and engine.dataset is None
+    assert not runs_of(engine) and not hasattr(model, "autograd_grad_sample_hooks")
 
 
 def test_the_engine_without_the_registry(unregistered):
