@@ -2,7 +2,9 @@
 ``PrivacyEngine``: Opacus's, with other ways to draw batches, correlated noise, secure
 mode, and the modes of this package.
 
-It overrides methods by inheritance. ``registry.py`` lets Opacus's own engine call them.
+It overrides methods by inheritance. ``registry.py`` puts them into Opacus's own engine,
+too, so they call nothing of an engine that Opacus's class does not have: users may give
+attributes of theirs any other name.
 """
 
 from __future__ import annotations
@@ -20,7 +22,10 @@ from opacus.distributed import DifferentiallyPrivateDistributedDataParallel as D
 from opacus.grad_sample import AbstractGradSampleModule
 from opacus.grad_sample.gsm_base import OPACUS_PARAM_MONKEYPATCH_ATTRS
 from opacus.optimizers import DPOptimizer
-from opacus.utils.adaptive_clipping import DPLossFastGradientAdaptiveClipping
+from opacus.utils.adaptive_clipping import (
+    DPLossFastGradientAdaptiveClipping,
+    PrivacyEngineAdaptiveClipping,
+)
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -49,15 +54,13 @@ from opacus_ext.refused import Refused
 from opacus_ext.runs import add_run, count_steps, runs_of
 from opacus_ext.secure import SecureSource
 from opacus_ext.statement import privacy_statement
-from opacus_ext.supported import Run, kind_of, refuse
+from opacus_ext.supported import ADAPTIVE, Run, kind_of, refuse
 
 INDEPENDENT = "independent"  # noise of each step
 
-# Opacus's own methods. registry.py puts others in their place, which call those of the
-# class below, so that super() would come back to it.
-_init = opacus.PrivacyEngine.__init__
-_make_private = opacus.PrivacyEngine.make_private
-_make_private_with_epsilon = opacus.PrivacyEngine.make_private_with_epsilon
+# Opacus's own methods. registry.py puts those of the class below in their place, so
+# that super() would come back to them.
+_stock: Dict[str, Any] = dict(vars(opacus.PrivacyEngine))
 
 
 class PrivacyEngine(opacus.PrivacyEngine):
@@ -81,7 +84,7 @@ class PrivacyEngine(opacus.PrivacyEngine):
         with warnings.catch_warnings():
             if secure_mode:  # Opacus would warn that it is off
                 warnings.filterwarnings("ignore", message="Secure RNG turned off")
-            _init(self, accountant=accountant)
+            _stock["__init__"](self, accountant=accountant)
         if secure_mode:  # Opacus's own needs torchcsprng
             self.secure_mode, self.secure_rng = True, SecureSource()
 
@@ -144,7 +147,7 @@ class PrivacyEngine(opacus.PrivacyEngine):
         Raises:
             Refused: for what can't be trained exactly, or not with these arguments
         """
-        self._begin()
+        PrivacyEngine._begin()
         given: Dict[str, Any] = dict(
             optimizer=optimizer,
             criterion=criterion,
@@ -166,24 +169,28 @@ class PrivacyEngine(opacus.PrivacyEngine):
         # First all that may be refused.
         parts: Any = dict(module=module, data_loader=data_loader)
         misuse.check_arguments(self, _ARGUMENTS, on_nonfinite, **parts, **given)
-        self._refuse_unsupported(module, noise, grad_sample_mode, clipping)
+        run = _run_of(self, module, noise, grad_sample_mode, clipping)
+        refuse(run, type(module).__name__)
         refuse_unfit(module, is_new, optimizer, grad_sample_mode, clipping)
-        correlated = self._correlated(noise)
+        correlated = _correlated(noise)
         place = _place_of(module)
-        sampling = self._sampling(sampling, correlated, module, data_loader, **given)
+        chosen = sampling, correlated, module, data_loader
+        sampling = _sampling(self, *chosen, **given)
         loader = data_loader
         if sampling is not None:
             loader = loader_of(sampling, place, data_loader, batch_first, rand_on_empty)
         # Then the model is changed.
-        with _put_back_if_it_fails(self, module, by_hand, is_new):
-            made = _make_private(self, module=module, data_loader=loader, **given)
+        with _put_back_if_it_fails(self, module, data_loader, by_hand, is_new):
+            made = _stock["make_private"](
+                self, module=module, data_loader=loader, **given
+            )
             losses = criterion, loss_reduction
-            made = self._with_criterion(made, grad_sample_mode, *losses, **kwargs)
-            self._refuse_others_model(module, made[0], grad_sample_mode)
+            made = _with_criterion(self, made, run, *losses, **kwargs)
+            _refuse_others_model(self, module, made[0], grad_sample_mode)
             if is_new:
                 common.set_options(module, take, shared, on_nonfinite)
             _attach(module, made, by_hand, on_nonfinite)
-            self._count(made, sampling, correlated, place, **given)
+            _count(self, made, sampling, correlated, place, **given)
             watch_steps(self, module, made)
         if find_mode(grad_sample_mode) is not None:
             misuse.tell_of_samplers(self, module, grad_sample_mode)
@@ -214,7 +221,7 @@ class PrivacyEngine(opacus.PrivacyEngine):
         if isinstance(noise, Banded):
             sampling = cyclic(sampling, noise.bands, loader)
         if sampling is None:
-            made = _make_private_with_epsilon(
+            made = _stock["make_private_with_epsilon"](
                 self,
                 target_epsilon=target_epsilon,
                 target_delta=target_delta,
@@ -256,7 +263,8 @@ class PrivacyEngine(opacus.PrivacyEngine):
         options: Any = dict(batch_first=batch_first, loss_reduction=loss_reduction)
         mode = find_mode(grad_sample_mode)
         if mode is None:
-            return super()._prepare_model(
+            return _stock["_prepare_model"](
+                self,
                 module,
                 max_grad_norm=max_grad_norm,
                 grad_sample_mode=grad_sample_mode,
@@ -291,7 +299,8 @@ class PrivacyEngine(opacus.PrivacyEngine):
     ) -> Any:
         mode = find_mode(grad_sample_mode)
         if mode is None or clipping == "adaptive":  # it reads per-sample gradients
-            return super()._prepare_optimizer(
+            return _stock["_prepare_optimizer"](
+                self,
                 optimizer=optimizer,
                 distributed=distributed,
                 clipping=clipping,
@@ -313,8 +322,8 @@ class PrivacyEngine(opacus.PrivacyEngine):
     ) -> DataLoader:
         drawn = isinstance(getattr(data_loader, "batch_sampler", None), Draws)
         generator = getattr(data_loader, "generator", None)
-        loader = super()._prepare_data_loader(
-            data_loader, poisson_sampling=poisson_sampling and not drawn, **kwargs
+        loader = _stock["_prepare_data_loader"](
+            self, data_loader, poisson_sampling=poisson_sampling and not drawn, **kwargs
         )
         if drawn and self.secure_mode:  # torch seeds worker processes by its own
             loader.generator = generator
@@ -333,7 +342,7 @@ class PrivacyEngine(opacus.PrivacyEngine):
         if hasattr(module, "clipped_backward"):
             return ClippedCriterion(*given)
         names = "module", "optimizer", "criterion", "loss_reduction"
-        return super()._prepare_criterion(**dict(zip(names, given)), **kwargs)
+        return _stock["_prepare_criterion"](self, **dict(zip(names, given)), **kwargs)
 
     # -- parts of make_private ---------------------------------------------------------
 
@@ -344,129 +353,6 @@ class PrivacyEngine(opacus.PrivacyEngine):
             "opacus_ext.unregister() has undone what opacus_ext.PrivacyEngine needs.",
             remedy="Call opacus_ext.register(), or take opacus.PrivacyEngine.",
         )
-
-    def _refuse_unsupported(
-        self, module: nn.Module, noise: Union[str, Banded], mode: str, clipping: Any
-    ) -> None:
-        """Refuses what the table in supported.py does not have."""
-        kind = INDEPENDENT if noise == INDEPENDENT else "banded"
-        run = Run(
-            model=kind_of(module),
-            mode=name_of(mode),
-            clipping=clipping,
-            noise="secure" if self.secure_mode else kind,
-        )
-        if type(self)._prepare_criterion is not PrivacyEngine._prepare_criterion:
-            run = run._replace(front_end="PrivacyEngineAdaptiveClipping")
-        refuse(run, type(module).__name__)
-
-    def _correlated(self, noise: Union[str, Banded]) -> Optional[BandedNoise]:
-        """Makes the noise that the optimizer is to add; None if it is independent."""
-        if noise == INDEPENDENT:
-            return None
-        if not isinstance(noise, Banded):
-            raise Refused(
-                f"noise={noise!r} is neither {INDEPENDENT!r} nor a Banded.",
-                parameter="noise",
-                remedy="Give opacus_ext.optimizers.Banded(bands, steps), or leave it "
-                'to make_private_with_epsilon(noise="banded") to choose one.',
-            )
-        return BandedNoise(noise)
-
-    def _sampling(
-        self,
-        sampling: Optional[Sampling],
-        correlated: Optional[BandedNoise],
-        module: nn.Module,
-        data_loader: DataLoader,
-        *,
-        poisson_sampling: bool,
-        **others: Any,
-    ) -> Optional[Sampling]:
-        """Chooses how batches are drawn; None for Opacus's own loader, or the given."""
-        if correlated is not None:
-            sampling = cyclic(sampling, correlated.bands, data_loader)
-        if self.secure_mode:
-            _refuse_insecure(correlated, poisson_sampling)
-            sampling = sampling or stock_sampling(data_loader)
-        if sampling is not None:
-            check_sampling(sampling, poisson_sampling)
-            return sampling
-        check_drawn(data_loader, poisson_sampling)
-        # Opacus's own loader leaves empty batches out, so that processes get out of
-        # step, and draws equal masks where they are seeded alike.
-        if _place_of(module) is not None and poisson_sampling:
-            return Poisson(sample_rate=1 / len(data_loader))
-        return None
-
-    def _refuse_others_model(self, module: nn.Module, first: Any, mode: str) -> None:
-        """Refuses what a subclass has made of the model without our method."""
-        if find_mode(mode) is None or common.private_model_of(module) is not None:
-            return
-        raise Refused(
-            f"_prepare_model of {type(self).__name__} has made a "
-            f"{type(first).__name__} of Opacus, and grad_sample_mode={mode!r} is of "
-            "opacus_ext.",
-            module=type(module).__name__,
-            remedy="Let it call super()._prepare_model, or train with what it makes "
-            "without make_private.",
-        )
-
-    def _with_criterion(
-        self,
-        made: Any,
-        grad_sample_mode: str,
-        criterion: Any,
-        loss_reduction: str,
-        **kwargs: Any,
-    ) -> Any:
-        """Adds our criterion where Opacus has none, or one that clips wrongly."""
-        mode = find_mode(grad_sample_mode)
-        if mode is None or mode.criterion is None:
-            return made
-        first, optimizer, *prepared, loader = made
-        prepared = prepared or [
-            self._prepare_criterion(
-                module=first,
-                optimizer=optimizer,
-                criterion=criterion,
-                loss_reduction=loss_reduction,
-                **kwargs,
-            )
-        ]
-        if isinstance(prepared[0], DPLossFastGradientAdaptiveClipping):
-            prepared = [AdaptiveCriterion(prepared[0])]
-        return first, optimizer, *prepared, loader
-
-    def _count(
-        self,
-        made: Any,
-        sampling: Optional[Sampling],
-        correlated: Optional[BandedNoise],
-        place: Optional[Tuple[int, int]],
-        **given: Any,
-    ) -> None:
-        """Lets each step be counted, and keeps the settings for statements."""
-        _, optimizer, *_, loader = made
-        if sampling is None:
-            count_whole(optimizer, self.accountant)
-        else:
-            records = count_records(loader.dataset)
-            optimizer.expected_batch_size = sampling.divisor(records)
-            if place is not None:  # of one process
-                optimizer.expected_batch_size /= place[1]
-            # In the place of the hook for Poisson sampling.
-            optimizer.step_hook = sampling.hook(self.accountant, records)
-        if correlated is not None:
-            optimizer.correlated = correlated
-            loader.batch_sampler.taken = lambda: correlated.taken
-        bands = 1 if correlated is None else correlated.bands
-        optimizer.run = add_run(self, sampling, made, bands, **given)
-        groups = optimizer.param_groups
-        note_trained(self, (p for group in groups for p in group["params"]))
-        if hasattr(optimizer, "spent"):  # not one of Opacus's own
-            count_steps(self, optimizer)
-        ledger_of(self).made(self.accountant, optimizer, loader.batch_sampler)
 
 
 _ARGUMENTS = inspect.signature(PrivacyEngine.make_private).parameters
@@ -500,17 +386,20 @@ def _model_in(
 def _put_back_if_it_fails(
     engine: opacus.PrivacyEngine,
     module: nn.Module,
+    loader: DataLoader,
     by_hand: Optional[common.ByHand],
     is_new: bool,
 ) -> Iterator[None]:
     """Within it the model is made private; an error leaves all as it was before."""
-    dataset = engine.dataset
+    dataset, settings, runs = engine.dataset, {**vars(loader)}, len(runs_of(engine))
     try:
         if by_hand is not None:
             by_hand.remove()
         yield
     except BaseException:
         engine.dataset = dataset
+        vars(loader).update(settings)
+        del runs_of(engine)[runs:]
         if is_new:
             _clean(module)
         if by_hand is not None:
@@ -569,3 +458,141 @@ def _refuse_insecure(correlated: Optional[BandedNoise], poisson_sampling: bool) 
             parameter="secure_mode",
             remedy="Leave it out, or train without secure mode.",
         )
+
+
+# -- parts of make_private -------------------------------------------------------------
+
+
+def _run_of(
+    engine: opacus.PrivacyEngine,
+    module: nn.Module,
+    noise: Union[str, Banded],
+    mode: str,
+    clipping: Any,
+) -> Run:
+    """Returns the words of supported.py for the arguments of ``make_private``."""
+    kind = INDEPENDENT if noise == INDEPENDENT else "banded"
+    run = Run(
+        model=kind_of(module),
+        mode=name_of(mode),
+        clipping=clipping,
+        noise="secure" if engine.secure_mode else kind,
+    )
+    adapts = isinstance(engine, PrivacyEngineAdaptiveClipping)
+    return run._replace(front_end=ADAPTIVE) if adapts else run
+
+
+def _correlated(noise: Union[str, Banded]) -> Optional[BandedNoise]:
+    """Makes the noise that the optimizer is to add; None if it is independent."""
+    if noise == INDEPENDENT:
+        return None
+    if not isinstance(noise, Banded):
+        raise Refused(
+            f"noise={noise!r} is neither {INDEPENDENT!r} nor a Banded.",
+            parameter="noise",
+            remedy="Give opacus_ext.optimizers.Banded(bands, steps), or leave it "
+            'to make_private_with_epsilon(noise="banded") to choose one.',
+        )
+    return BandedNoise(noise)
+
+
+def _sampling(
+    engine: opacus.PrivacyEngine,
+    sampling: Optional[Sampling],
+    correlated: Optional[BandedNoise],
+    module: nn.Module,
+    data_loader: DataLoader,
+    *,
+    poisson_sampling: bool,
+    **others: Any,
+) -> Optional[Sampling]:
+    """Chooses how batches are drawn; None for Opacus's own loader, or the given."""
+    if correlated is not None:
+        sampling = cyclic(sampling, correlated.bands, data_loader)
+    if engine.secure_mode:
+        _refuse_insecure(correlated, poisson_sampling)
+        sampling = sampling or stock_sampling(data_loader)
+    if sampling is not None:
+        check_sampling(sampling, poisson_sampling)
+        return sampling
+    check_drawn(data_loader, poisson_sampling)
+    # Opacus's own loader leaves empty batches out, so that processes get out of
+    # step, and draws equal masks where they are seeded alike.
+    if _place_of(module) is not None and poisson_sampling:
+        return Poisson(sample_rate=1 / len(data_loader))
+    return None
+
+
+def _refuse_others_model(
+    engine: opacus.PrivacyEngine, module: nn.Module, first: Any, mode: str
+) -> None:
+    """Refuses what a subclass has made of the model without our method."""
+    if find_mode(mode) is None or common.private_model_of(module) is not None:
+        return
+    raise Refused(
+        f"_prepare_model of {type(engine).__name__} has made a "
+        f"{type(first).__name__} of Opacus, and grad_sample_mode={mode!r} is of "
+        "opacus_ext.",
+        module=type(module).__name__,
+        remedy="Let it call super()._prepare_model, or train with what it makes "
+        "without make_private.",
+    )
+
+
+def _with_criterion(
+    engine: opacus.PrivacyEngine,
+    made: Any,
+    run: Run,
+    criterion: Any,
+    loss_reduction: str,
+    **kwargs: Any,
+) -> Any:
+    """Adds our criterion where Opacus has none, or one that clips wrongly."""
+    mode = find_mode(run.mode)
+    if mode is None or mode.criterion is None:
+        return made
+    first, optimizer, *prepared, loader = made
+    prepared = prepared or [
+        engine._prepare_criterion(
+            module=first,
+            optimizer=optimizer,
+            criterion=criterion,
+            loss_reduction=loss_reduction,
+            **kwargs,
+        )
+    ]
+    if isinstance(prepared[0], DPLossFastGradientAdaptiveClipping):
+        refuse(run._replace(front_end=ADAPTIVE), type(first).__name__)
+        prepared = [AdaptiveCriterion(prepared[0])]
+    return first, optimizer, *prepared, loader
+
+
+def _count(
+    engine: opacus.PrivacyEngine,
+    made: Any,
+    sampling: Optional[Sampling],
+    correlated: Optional[BandedNoise],
+    place: Optional[Tuple[int, int]],
+    **given: Any,
+) -> None:
+    """Lets each step be counted, and keeps the settings for statements."""
+    _, optimizer, *_, loader = made
+    if sampling is None:
+        count_whole(optimizer, engine.accountant)
+    else:
+        records = count_records(loader.dataset)
+        optimizer.expected_batch_size = sampling.divisor(records)
+        if place is not None:  # of one process
+            optimizer.expected_batch_size /= place[1]
+        # In the place of the hook for Poisson sampling.
+        optimizer.step_hook = sampling.hook(engine.accountant, records)
+    if correlated is not None:
+        optimizer.correlated = correlated
+        loader.batch_sampler.taken = lambda: correlated.taken
+    bands = 1 if correlated is None else correlated.bands
+    optimizer.run = add_run(engine, sampling, made, bands, **given)
+    groups = optimizer.param_groups
+    note_trained(engine, (p for group in groups for p in group["params"]))
+    if hasattr(optimizer, "spent"):  # not one of Opacus's own
+        count_steps(engine, optimizer)
+    ledger_of(engine).made(engine.accountant, optimizer, loader.batch_sampler)

@@ -23,6 +23,16 @@ LEDGER = "opacus_ext_ledger"
 History = List[Tuple[float, float, int]]
 
 
+class _Made(List[weakref.ref]):
+    """What an engine has made; a file of the engine has none of it."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _Made, ()
+
+    def __deepcopy__(self, memo: Any) -> _Made:
+        return _Made(self)
+
+
 class Ledger:
     """
     The steps of an engine, in this process and in a checkpoint that was loaded. It only
@@ -43,7 +53,7 @@ class Ledger:
         self.history: History = []
         self.others: List[Ledger] = []
         self.beside: List[str] = []
-        self._made: List[weakref.ref] = []  # optimizers, and samplers of loaders
+        self._made = _Made()  # optimizers, and samplers of loaders
 
     def made(self, accountant: Any, *parts: Any) -> None:
         """

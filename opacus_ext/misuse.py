@@ -11,7 +11,7 @@ import difflib
 import inspect
 import math
 import numbers
-from typing import Any, Iterable
+from typing import Any, Iterable, Set
 
 import torch
 from opacus import PrivacyEngine
@@ -74,6 +74,7 @@ def check_arguments(
     """
     allowed = {*names, *_MORE_ARGUMENTS}
     allowed |= set(inspect.signature(get_noise_multiplier).parameters)
+    allowed |= _arguments_of_users(engine)
     for name in () if clipping == "adaptive" else others:
         if name not in allowed:
             raise Refused(
@@ -103,6 +104,16 @@ def check_arguments(
             parameter="loss_reduction",
             remedy="Make them the same.",
         )
+
+
+def _arguments_of_users(engine: PrivacyEngine) -> Set[str]:
+    """Returns the arguments that methods of an engine's subclasses take."""
+    names = "_prepare_optimizer", "_prepare_criterion"
+    kinds = type(engine).__mro__
+    methods = [
+        vars(kind)[name] for kind in kinds for name in names if name in vars(kind)
+    ]
+    return {name for method in methods for name in inspect.signature(method).parameters}
 
 
 def closest(name: str, names: Iterable[str], otherwise: str) -> str:

@@ -2,9 +2,8 @@
 Where Opacus, torch and transformers are touched.
 
 :func:`register` names all that is replaced or added there, and :func:`unregister`
-undoes it. Opacus's own engines, and subclasses of them, run the methods of
-:class:`opacus_ext.PrivacyEngine`: each of its public methods is called on a *view* of
-the engine, an object that shares all of its attributes and has our class among its own.
+undoes it. Opacus's own engines, and subclasses of them, have the methods of
+:class:`opacus_ext.PrivacyEngine`.
 """
 
 from __future__ import annotations
@@ -27,10 +26,11 @@ from opacus_ext.engine import PrivacyEngine
 from opacus_ext.grad_sample.rules import experts
 from opacus_ext.modes import MODES, Mode
 from opacus_ext.private_torch import is_batched, take_checkpoints
-from opacus_ext.views import view_of
 
 _METHODS = "make_private make_private_with_epsilon get_epsilon privacy_statement "
-_METHODS += "save_checkpoint load_checkpoint __init__"
+_METHODS += "save_checkpoint load_checkpoint __init__ "
+# Users' engines may call these by super(), or by the name of Opacus's class.
+_METHODS += "_prepare_model _prepare_optimizer _prepare_data_loader _prepare_criterion"
 
 _undo: List[Callable[[], None]] = []
 _extended = False  # True if transformers has our experts
@@ -118,22 +118,12 @@ def _set(owner: Any, name: Any, new: Any) -> None:
 # -- engines ---------------------------------------------------------------------------
 
 
-@functools.lru_cache(maxsize=None)
-def _extended_class(kind: Any) -> type:
-    """Returns a class of engines with our methods behind those of its own."""
-    if kind is opacus.PrivacyEngine:
-        return PrivacyEngine
-    return type(kind.__name__, (kind, PrivacyEngine), {})
-
-
 def _by_ours(name: str) -> Callable:
-    """Makes the method of Opacus's engine that calls ours of the same name."""
+    """Makes a method that calls ours, with the signature of Opacus's."""
     ours = getattr(PrivacyEngine, name)
 
     @functools.wraps(getattr(opacus.PrivacyEngine, name, ours))
     def method(self: opacus.PrivacyEngine, *args: Any, **kwargs: Any) -> Any:
-        if not isinstance(self, PrivacyEngine):
-            self = view_of(self, _extended_class(type(self)))
         return ours(self, *args, **kwargs)
 
     return method

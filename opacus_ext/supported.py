@@ -38,13 +38,13 @@ class Run(NamedTuple):
 
 _PER_SAMPLE = "hooks", "functorch"
 _GHOST = "ghost", "ghost_bk", "scan", "auto"
-_ADAPTIVE = "PrivacyEngineAdaptiveClipping"
+ADAPTIVE = "PrivacyEngineAdaptiveClipping"
 _TRAINERS = "PrivateTrainer", "PrivacyCallback"
 _SEVERAL = "DistributedDataParallel", "fully_shard", "expert_parallel"
 
 #: The words for each part of a run.
 CHOICES: Dict[str, Tuple[str, ...]] = {
-    "front_end": ("make_private", _ADAPTIVE, *_TRAINERS),
+    "front_end": ("make_private", ADAPTIVE, *_TRAINERS),
     "model": (
         "one process",
         *_SEVERAL,
@@ -191,14 +191,14 @@ GAPS = (
         'Choose another clipping, such as "automatic", which needs no bound.',
     ),
     Gap(
-        {"front_end": (_ADAPTIVE,), "model": _SEVERAL},
+        {"front_end": (ADAPTIVE,), "model": _SEVERAL},
         "module",
         "The adaptive clipping of Opacus is for one process: each would adapt a bound "
         "of its own.",
         "Take opacus.PrivacyEngine.",
     ),
     Gap(
-        {"front_end": (_ADAPTIVE,), "noise": ("banded", "secure")},
+        {"front_end": (ADAPTIVE,), "noise": ("banded", "secure")},
         "noise",
         "The adaptive clipping of Opacus changes the noise multiplier, which noise "
         "that is correlated or secure can't follow.",
@@ -206,7 +206,7 @@ GAPS = (
     ),
     Gap(
         {
-            "front_end": (_ADAPTIVE,),
+            "front_end": (ADAPTIVE,),
             "mode": _GHOST,
             "clipping": ("per_layer", "automatic", "normalized"),
         },
@@ -215,7 +215,7 @@ GAPS = (
         "Leave clipping out.",
     ),
     Gap(
-        {"front_end": (_ADAPTIVE,), "mode": ("scan", "auto")},
+        {"front_end": (ADAPTIVE,), "mode": ("scan", "auto")},
         "grad_sample_mode",
         "The bound of adaptive clipping takes the norms of all samples at once.",
         'Use grad_sample_mode="ghost" or "ghost_bk".',

@@ -1,25 +1,42 @@
-"""Objects of another class that have the attributes of a given object."""
+"""Objects that stand in for others."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Callable, Iterator
 
 
-def view_of(owner: Any, kind: type) -> Any:
+class StandIn:
     """
-    Returns an object of another class that shares all attributes with an object, so
-    that what is set on one of them is set on the other.
+    Stands in for an iterable object: it has its class, its length and its attributes,
+    and is iterated over in another way. The object stays as it is.
+
+    Args:
+        before: the object
+        iterate: is called with the stand-in, and returns an iterator
 
     Example:
-        >>> class Plain: pass
-        >>> class Loud(Plain):
-        ...     def speak(self): self.said = f"{self.word}!"
-        >>> plain = Plain()
-        >>> plain.word = "hello"
-        >>> view_of(plain, Loud).speak()
-        >>> plain.said
-        'hello!'
+        >>> numbers = StandIn([1, 2, 3], lambda stand_in: reversed(stand_in.before))
+        >>> list(numbers), len(numbers), isinstance(numbers, list)
+        ([3, 2, 1], 3, True)
     """
-    view: Any = object.__new__(kind)
-    view.__dict__ = owner.__dict__
-    return view
+
+    def __init__(self, before: Any, iterate: Callable[[Any], Iterator]):
+        vars(self).update(before=before, iterate=iterate)
+
+    def __iter__(self) -> Iterator:
+        return vars(self)["iterate"](self)
+
+    def __len__(self) -> int:
+        return len(vars(self)["before"])
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        return type(vars(self)["before"])
+
+    def __getattr__(self, name: str) -> Any:
+        if "before" not in vars(self):  # while it is copied
+            raise AttributeError(name)
+        return getattr(vars(self)["before"], name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(vars(self)["before"], name, value)

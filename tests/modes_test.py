@@ -716,6 +716,20 @@ def test_adaptive_clipping_adds_more_noise():
     assert optimizer.noise_multiplier == 3.0  # which is accounted
 
 
+def test_adaptive_clipping_with_another_noise_multiplier():
+    """That of a scheduler is accounted, so the noise is that, also for no records."""
+    _, called, optimizer, criterion, _ = _adaptive("ghost", noise_multiplier=1.0)
+    x, y = torch.zeros(40, 3).double(), torch.zeros(40).long()
+    for size, multiplier, noise in ((40, 1.0, 1.0), (40, 2.0, 2.0), (0, 3.0, 3.0)):
+        optimizer.noise_multiplier = multiplier
+        optimizer.zero_grad()
+        criterion(called(x[:size]), y[:size]).backward()
+        if size:
+            noise = (multiplier**-2 - (2 * size / 20) ** -2) ** -0.5
+        assert optimizer.gradient_noise_multiplier == pytest.approx(noise)
+        optimizer.step()
+
+
 class Branching(nn.Linear):
     """A linear map that asks for its data."""
 

@@ -1,14 +1,17 @@
 """Registering and its undoing: after ``unregister`` Opacus is as it was shipped."""
 
+import copy
 import cProfile
 import gc
 import inspect
 import json
+import pickle
 import pstats
 import subprocess
 import sys
 import warnings
 from functools import partial
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -20,12 +23,16 @@ from opacus.grad_sample import (
     register_grad_sampler,
 )
 from opacus.grad_sample.utils import register_norm_sampler
+from opacus.utils.adaptive_clipping import PrivacyEngineAdaptiveClipping
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import opacus_ext
+from opacus_ext.grad_sample.modes.adaptive import AdaptiveCriterion
+from opacus_ext.grad_sample.modes.ghost import ClippedCriterion
 from opacus_ext.grad_sample.rules.registry import RULES
 from opacus_ext.registry import MODES
+from opacus_ext.runs import runs_of
 from tests.common import check, layer_modes, make_private, square_loss
 
 # Everything in Opacus that could be changed: functions and methods of its modules, and
@@ -97,6 +104,10 @@ _ENGINE = "opacus.privacy_engine.PrivacyEngine."
 REPLACED = [
     "opacus.accountants.registry._ACCOUNTANTS[prv_bounds]",
     _ENGINE + "__init__",
+    _ENGINE + "_prepare_criterion",
+    _ENGINE + "_prepare_data_loader",
+    _ENGINE + "_prepare_model",
+    _ENGINE + "_prepare_optimizer",
     _ENGINE + "get_epsilon",
     _ENGINE + "load_checkpoint",
     _ENGINE + "make_private",
@@ -441,8 +452,45 @@ class ByName(Of):
     def get_epsilon(self, delta):
         return 1 + PrivacyEngine.get_epsilon(self, delta)
 
+    def _prepare_model(self, module, **kwargs):
+        self.called.append("model")
+        return PrivacyEngine._prepare_model(self, module, **kwargs)
 
-@pytest.mark.parametrize("kind", [Of, OfOurs, ByName])
+    def _prepare_optimizer(self, **kwargs):
+        self.called.append(PrivacyEngine._prepare_optimizer(self, **kwargs))
+        return self.called[-1]
+
+    def _prepare_criterion(self, **kwargs):
+        return PrivacyEngine._prepare_criterion(self, **kwargs)
+
+
+class Strange(Of):
+    """It asks for its own class, and has attributes and arguments of its own."""
+
+    __slots__ = ("slot",)
+
+    def __init_subclass__(cls, *, word):
+        raise AssertionError("nobody makes a subclass")
+
+    def __init__(self, **kwargs):
+        self.slot = self._count = self._begin = self._sampling = 0
+        super().__init__(**kwargs)
+
+    def __del__(self):
+        self.called.append("deleted")
+
+    def make_private(self, **kwargs):
+        return super().make_private(tag="mine", **kwargs)
+
+    def _prepare_criterion(self, *, tag, **kwargs):
+        assert type(self) is Strange and self.slot == 0 and tag == "mine"
+        return super()._prepare_criterion(**kwargs)
+
+    def _prepare_optimizer(self, *, tag, **kwargs):
+        return super()._prepare_optimizer(**kwargs)
+
+
+@pytest.mark.parametrize("kind", [Of, OfOurs, ByName, Strange])
 @pytest.mark.parametrize("with_epsilon", [True, False])
 def test_an_engine_of_a_user(kind, with_epsilon):
     """Its methods run once each; what they and ours set is the engine's own."""
@@ -470,6 +518,32 @@ def test_an_engine_of_a_user(kind, with_epsilon):
     spent = engine.get_epsilon(1e-5)
     statement = engine.privacy_statement(1e-5).content
     assert spent == pytest.approx(1 + statement["epsilon"])
+    engine.called.clear()  # an optimizer is not copied
+    if kind is not Strange:  # pickle does not read its slot
+        assert pickle.loads(pickle.dumps(engine)).get_epsilon(1e-5) == spent
+    assert copy.deepcopy(engine).get_epsilon(1e-5) == spent
+
+
+@pytest.mark.parametrize("mode", ["scan", "auto", "ghost"])
+def test_a_criterion_of_a_user(mode):
+    """Only one that adapts the bound is told of as adaptive clipping."""
+
+    class Own(PrivacyEngine):
+        def _prepare_criterion(self, **kwargs):
+            return super()._prepare_criterion(**kwargs)
+
+    class Adaptive(PrivacyEngine):
+        def _prepare_criterion(self, **kwargs):
+            return PrivacyEngineAdaptiveClipping._prepare_criterion(self, **kwargs)
+
+    criterion = _make_private(mode, engine=Own())[2]
+    assert type(criterion) is ClippedCriterion
+    if mode == "ghost":
+        criterion = _make_private(mode, engine=Adaptive())[2]
+        assert type(criterion) is AdaptiveCriterion
+    else:
+        with pytest.raises(opacus_ext.Refused, match="bound of adaptive clipping"):
+            _make_private(mode, engine=Adaptive())
 
 
 def test_an_engine_of_a_user_that_makes_opacus_s_own_model():
@@ -481,6 +555,26 @@ def test_an_engine_of_a_user_that_makes_opacus_s_own_model():
     with pytest.raises(opacus_ext.Refused, match="_prepare_model of Own"):
         _of(model, "hooks", engine=Own())
     assert not model._forward_hooks and not hasattr(model.weight, "grad_sample")
+
+
+@pytest.mark.parametrize("part", ["_count", "watch_steps"])
+def test_an_error_leaves_all_as_it_was(part, monkeypatch):
+    """Also the loader, which poisson_sampling=False returns as it was given."""
+    model, engine = nn.Linear(3, 2), PrivacyEngine()
+    loader = DataLoader(TensorDataset(torch.zeros(4, 3)))
+    before = {**vars(loader)}
+    monkeypatch.setattr(opacus_ext.engine, part, Mock(side_effect=KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        engine.make_private(
+            module=model,
+            optimizer=torch.optim.SGD(model.parameters(), lr=1.0),
+            data_loader=loader,
+            noise_multiplier=1.0,
+            max_grad_norm=1.0,
+            poisson_sampling=False,
+        )
+    assert vars(loader) == before and engine.dataset is None
+    assert not runs_of(engine) and not hasattr(model, "autograd_grad_sample_hooks")
 
 
 def test_the_engine_without_the_registry(unregistered):

@@ -7,7 +7,7 @@ once in a million runs; seeds are fixed.
 import gc
 import itertools
 import math
-from collections import Counter
+from collections import Counter, deque
 from unittest.mock import patch
 
 import pytest
@@ -225,14 +225,45 @@ def test_a_loader_of_two_engines(tmp_path):
     assert same.batch_sampler.generator is not before
 
 
-def test_a_sampler_stays_as_it_is():
-    """What the loader of make_private has in its place shares its attributes."""
-    draws = UniformWithReplacementSampler(num_samples=24, sample_rate=0.25, steps=4)
-    kind, given = type(draws), DataLoader(data(), batch_sampler=draws)
+class Strange:
+    """A sampler of which nothing can be made but its batches."""
+
+    __slots__ = ("size",)
+
+    def __init__(self):
+        self.size = 4
+
+    def __init_subclass__(cls):
+        raise AssertionError("nobody makes a subclass")
+
+    def __iter__(self):
+        assert type(self) is Strange
+        yield from (range(i, i + self.size) for i in range(0, 24, self.size))
+
+    def __len__(self):
+        return 6
+
+
+@pytest.mark.parametrize(
+    "sampler",
+    [
+        UniformWithReplacementSampler(num_samples=24, sample_rate=0.25, steps=4),
+        Strange(),
+        deque([[0, 1], [2, 3]]),
+        torch.arange(24).reshape(6, 4),
+    ],
+    ids=lambda sampler: type(sampler).__name__,
+)
+def test_a_sampler_stays_as_it_is(sampler):
+    """What the loader of make_private has in its place has its class and attributes."""
+    kind, given = type(sampler), DataLoader(data(), batch_sampler=sampler)
     *_, loader = make(None, loader=given, poisson_sampling=False)
-    assert loader is given and loader.batch_sampler is not draws
-    assert type(draws) is kind and isinstance(loader.batch_sampler, kind)
-    assert vars(loader.batch_sampler) is vars(draws)
+    assert loader is given and loader.batch_sampler is not sampler
+    assert type(sampler) is kind and isinstance(loader.batch_sampler, kind)
+    assert len([*loader]) == len(loader) == len(sampler)
+    if kind is Strange:
+        loader.batch_sampler.size = 8
+        assert sampler.size == 8 and len([*loader]) == 3
 
 
 # -- what is refused -------------------------------------------------------------------

@@ -36,7 +36,7 @@ from opacus_ext.optimizers.draws import DrawCounter, state_of
 from opacus_ext.optimizers.optimizer import ClippingOptimizer
 from opacus_ext.private_torch import tree_leaves
 from opacus_ext.refused import Refused, warn_once
-from opacus_ext.views import view_of
+from opacus_ext.views import StandIn
 
 # -- the loader ------------------------------------------------------------------------
 
@@ -181,7 +181,7 @@ def watch_loader(
     loader.collate_fn = CountingCollate(*given)
     ahead = loader.num_workers * (loader.prefetch_factor or 0)
     optimizer.ahead = optimizer.ahead_of_workers = ahead
-    kind, own, reader = type(batches), weakref.ref(optimizer), weakref.ref(inputs)
+    own, reader = weakref.ref(optimizer), weakref.ref(inputs)
     shared_out = _is_shared_out(loader, batches)
     # Sizes of the batches that may be at hand, as workers and loops draw ahead.
     sizes: deque[int] = deque(maxlen=4 + optimizer.ahead)
@@ -207,7 +207,7 @@ def watch_loader(
         if hasattr(dp_optimizer, "drop_logical_batch"):  # not one of Opacus's own
             dp_optimizer.drop_logical_batch()
         largest, state = 0, _state_of_draws(self)
-        for batch in kind.__iter__(self):
+        for batch in batches:
             counter.draw(len(batch), state, _rate_of(self))
             sizes.append(len(batch))
             if ahead and not is_split:  # its records are collated elsewhere
@@ -226,14 +226,8 @@ def watch_loader(
         counter.begin(0 if is_split else ahead)
         return Counted(batches_of(self, is_split), own(), counter)
 
-    # Python looks the method up on the class, so the loader gets a sampler of a class
-    # of its own. It has all attributes of the one before, which stays as it is, and
-    # lives on, as a ledger may know it.
-    attributes = {"__iter__": begin, "before": batches}
-    watched = type(kind.__name__, (kind,), attributes)
-    is_list = isinstance(batches, (list, tuple))
-    sampler = watched(batches) if is_list else view_of(batches, watched)
-    vars(loader)["batch_sampler"] = sampler
+    # The sampler before lives on in it, as a ledger may know it.
+    vars(loader)["batch_sampler"] = StandIn(batches, begin)
 
 
 def _rate_of(sampler: Any) -> Optional[float]:
@@ -281,7 +275,7 @@ class LoopMonitor:
         rate: Optional[float],
     ):
         self.module = weakref.ref(module)
-        # Each method of Opacus's engine runs in a new view of it, with its ledger.
+        # A copy of an engine shares its ledger.
         self._ledger = weakref.ref(ledger_of(engine))
         self.records = records
         self.rate = rate if rate is not None and 0 < rate < 1 else None

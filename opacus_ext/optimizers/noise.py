@@ -60,7 +60,8 @@ class NoisyOptimizer(Base):
     def gradient_noise_multiplier(self) -> float:
         """The standard deviation of the noise, over the sensitivity."""
         multiplier = float(self.noise_multiplier)
-        return getattr(self, "_adjusted_noise_multiplier", multiplier)
+        # Adaptive clipping adjusts that of a batch, and leaves it for an empty one.
+        return max(multiplier, getattr(self, "_adjusted_noise_multiplier", multiplier))
 
     @property
     def sensitivity(self) -> float:

@@ -41,6 +41,8 @@ class AdaptiveCriterion(ClippedCriterion):
         )
 
         def adapt(norms: T) -> float:
+            # A scheduler may have changed it, and it is the one that is accounted.
+            formula.initial_noise_multiplier = float(optimizer.noise_multiplier)
             bound, noise_multiplier = formula._update_clip_and_noise(norms)
             given.module.max_grad_norm = optimizer.max_grad_norm = bound
             # The noise multiplier that is accounted pays for the count, too.
