@@ -14,6 +14,8 @@ from opacus.grad_sample import (
     GradSampleModuleFastGradientClipping,
 )
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import Optimizer
 
 from opacus_ext import misuse, peft
@@ -110,6 +112,15 @@ def refuse_unfit(
         is_new: False for a model that is private already
     """
     _refuse_sharded(module)
+    inner = getattr(module, "_module", None)
+    if not is_new and isinstance(inner, (FSDPModule, DDP, DPDDP)):
+        # Opacus takes the wrapper for a model of one process.
+        raise Refused(
+            f"{type(inner).__name__} of several processes is private already.",
+            module=type(module).__name__,
+            remedy="Call cleanup() of what make_private returned first, and pass the "
+            "model itself again, which it has as _module.",
+        )
     if find_mode(grad_sample_mode) is None:
         _refuse_trained_as_is(module, grad_sample_mode)
         return

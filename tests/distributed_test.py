@@ -460,6 +460,11 @@ def of_a_part() -> None:
     make_private(model, "ghost_bk", batch_size=2)
 
 
+def private_again(mode: str) -> None:
+    wrapper = make_private(DPDDP(nn.Linear(3, 2)), mode, batch_size=2).module
+    make_private(wrapper, mode, batch_size=2)
+
+
 QUANTILE = {"clipping": "adaptive", "target_unclipped_quantile": 0.5}
 REFUSED = {
     "uneven": (uneven, "has 3 experts"),
@@ -478,6 +483,7 @@ REFUSED = {
         mode: (functools.partial(private, mode), f"'{mode}'")
         for mode in ("hooks", "functorch", "scan", "auto")
     },
+    "again": (lambda: private_again("hooks"), "several processes is private already"),
     "group": (of_a_part, "over 1 of 2 processes"),
     "check": (checked, "before expert_parallel"),
     "bounds": (

@@ -79,7 +79,6 @@ def functions():
         utils.get_gsm_class, grad_sample.get_gsm_class, privacy_engine.get_gsm_class,
         utils.get_hooks_class,
         optimizers.get_optimizer_class, privacy_engine.get_optimizer_class,
-        privacy_engine.PrivacyEngine._prepare_criterion,
     ]
 
 before = functions()

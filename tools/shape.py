@@ -36,8 +36,8 @@ class Limit(NamedTuple):
 #: of the tests; 8.0 a line, 12 conditionals, 25 comprehensions, 4 %, 6 letters.
 LIMITS = {
     "opacus_ext/grad_sample": Limit(90500, 8.0, 10, 24, 3.9, 5.8, 120),
-    "opacus_ext": Limit(199000, 8.1, 19, 31, 2.4, 5.4, 438),
-    "tests": Limit(270800, 10.5, 15, 40, 0.9, 4.4, 25),
+    "opacus_ext": Limit(199500, 8.1, 19, 31, 2.4, 5.4, 438),
+    "tests": Limit(272300, 10.5, 15, 40, 0.9, 4.4, 25),
 }
 #: Of parts that have no other limits.
 TOKENS = {"opacus_ext/planner": 24820, "opacus_ext/re_attention": 7250}
