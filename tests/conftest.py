@@ -42,7 +42,7 @@ THOROUGH = (
     "lightning_processes_test.py",
     "accelerate_processes_test.py",
     "train_test.py",
-    "runs_test.py",
+    "example_runs_test.py",
     "trainer_test.py",
     "lightning_test.py",
     "plan_test.py",

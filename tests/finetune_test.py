@@ -1,5 +1,5 @@
 """Fine-tuning from the command line's arguments, on a tiny Switch saved to disk; runs
-that go on, and what is refused, in runs_test.py."""
+that go on, and what is refused, in example_runs_test.py."""
 
 import math
 from unittest.mock import patch

@@ -1,5 +1,5 @@
 """Training from the command line's arguments, on tiny synthetic data; runs that go on,
-and what is refused, in runs_test.py."""
+and what is refused, in example_runs_test.py."""
 
 import io
 import math

@@ -886,7 +886,7 @@ def test_a_wrapper_by_hand_with_other_arguments(mode, given, monkeypatch):
         pytest.skip("it fits")
     by_hand, given = kind(three()), {k: v for k, v in given.items() if k != "module"}
     if not given and kind is by_hand_in(mode):
-        monkeypatch.setattr(opacus_ext.PrivacyEngine, "_prepare_optimizer", fail)
+        monkeypatch.setattr(PrivacyEngine, "_prepare_optimizer", fail)
     said = "doesn't match new arg|Make them the same|must be a num|no none"
     with pytest.raises(ValueError, match=said):
         make_private(by_hand, mode, batch_size=4, **given)
