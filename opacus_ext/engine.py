@@ -338,11 +338,15 @@ class PrivacyEngine(opacus.PrivacyEngine):
         loss_reduction: str = "mean",
         **kwargs: Any,
     ) -> Any:
-        given = module, optimizer, criterion, loss_reduction
-        if hasattr(module, "clipped_backward"):
-            return ClippedCriterion(*given)
-        names = "module", "optimizer", "criterion", "loss_reduction"
-        return _stock["_prepare_criterion"](self, **dict(zip(names, given)), **kwargs)
+        parts = dict(module=module, optimizer=optimizer, criterion=criterion)
+        parts["loss_reduction"] = loss_reduction
+        prepare = _stock["_prepare_criterion"]
+        if isinstance(self, PrivacyEngineAdaptiveClipping):
+            # A class that derives from both engines, this one first.
+            prepare = PrivacyEngineAdaptiveClipping._prepare_criterion
+        elif hasattr(module, "clipped_backward"):
+            prepare = _clipped_criterion
+        return prepare(self, **parts, **kwargs)
 
     # -- parts of make_private ---------------------------------------------------------
 
@@ -480,6 +484,18 @@ def _run_of(
     )
     adapts = isinstance(engine, PrivacyEngineAdaptiveClipping)
     return run._replace(front_end=ADAPTIVE) if adapts else run
+
+
+def _clipped_criterion(
+    engine: opacus.PrivacyEngine,
+    module: Any,
+    optimizer: Any,
+    criterion: Any,
+    loss_reduction: str,
+    **kwargs: Any,
+) -> ClippedCriterion:
+    """Makes the criterion of our modes."""
+    return ClippedCriterion(module, optimizer, criterion, loss_reduction)
 
 
 def _correlated(noise: Union[str, Banded]) -> Optional[BandedNoise]:

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
+import opacus_ext
 from opacus_ext import Refused
 from opacus_ext.refused import add_note
 from tests.common import (
@@ -659,12 +660,18 @@ def test_notes_before_python_3_11():
 # -- adaptive clipping -----------------------------------------------------------------
 
 
-def _adaptive(mode, wrap=True, model=None, **kwargs):
+class OfBoth(opacus_ext.PrivacyEngine, PrivacyEngineAdaptiveClipping):
+    """Ours comes first."""
+
+
+def _adaptive(
+    mode, wrap=True, model=None, kind=PrivacyEngineAdaptiveClipping, **kwargs
+):
     model = model or nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
     given = dict(noise_multiplier=0.0, max_grad_norm=0.2, poisson_sampling=False)
     given.update(min_clipbound=0.01, clipbound_learning_rate=1.0)
     records = TensorDataset(torch.randn(40, 3).double(), torch.zeros(40).long())
-    first, *others = PrivacyEngineAdaptiveClipping().make_private(
+    first, *others = kind().make_private(
         module=model,
         optimizer=torch.optim.SGD(model.parameters(), lr=1.0),
         criterion=nn.CrossEntropyLoss(),
@@ -677,12 +684,13 @@ def _adaptive(mode, wrap=True, model=None, **kwargs):
 
 
 @wrapped_or_not
+@pytest.mark.parametrize("kind", [PrivacyEngineAdaptiveClipping, OfBoth])
 @pytest.mark.parametrize("mode", ["ghost", "ghost_bk", "ghost_fsdp"])
-def test_adaptive_clipping(mode, wrap):
+def test_adaptive_clipping(mode, wrap, kind):
     """Each sample is clipped at a bound that the noisy share of longer ones has set."""
     torch.manual_seed(0)
     x, y = torch.randn(40, 3).double(), torch.randint(0, 2, (40,))
-    model, called, optimizer, criterion, _ = _adaptive(mode, wrap)
+    model, called, optimizer, criterion, _ = _adaptive(mode, wrap, kind=kind)
     for _ in range(2):
         before = {n: p.detach().clone() for n, p in model.named_parameters()}
         alone = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
