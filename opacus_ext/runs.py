@@ -115,11 +115,10 @@ def count_steps(engine: opacus.PrivacyEngine, optimizer: Any) -> None:
 
     def count(dp_optimizer: Any) -> None:
         spent, before = dp_optimizer.spent, accountant.history[-1:]
-        if spent is None or spent.rate is None:
-            pass
-        elif accountant.mechanism() == "gdp":
+        is_other = spent is not None and spent.rate is not None
+        if is_other and accountant.mechanism() == "gdp":
             dp_optimizer.spent = spent._replace(reason=f"{spent.reason} {_NOT_COUNTED}")
-        else:
+        elif is_other:
             told = f"{spent.reason} {_COUNTED.format(rate=spent.rate)}"
             dp_optimizer.spent = spent._replace(reason=told)
             record_whole(accountant, lambda: add(dp_optimizer, spent))

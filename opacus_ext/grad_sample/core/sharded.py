@@ -181,14 +181,13 @@ class Processes:
 
     def _try(self, kind: Samples, at_once: Callable[[Samples], None]) -> str | None:
         """Runs samples together; returns why they can't, or None."""
-        before, reason = written(kind), ""
+        before = written(kind)
         self.stands_in, self._at_once = is_stand_in(kind), True
         try:
             at_once(kind)
             return None
         except BranchesDiffer:
-            # No process has to be told, as the error is raised in all of them.
-            pass
+            reason = ""  # for no process, as the error is raised in all of them
         except Refused:
             raise
         except Exception as error:
