@@ -128,12 +128,12 @@ def measure(args: argparse.Namespace) -> None:
                 file.write(line + "\n")
 
 
-def print_table(title: str, of: Sequence[Cell]) -> None:
-    """Prints losses by ratio and batch size."""
+def table(of: Sequence[Cell]) -> str:
+    """Losses by ratio and batch size, in Markdown."""
     here = {(c.ratio, c.batch_size): c for c in of}
     batches = sorted({batch for _, batch in here})
     heads = ["ratio", *(f"batch {b}" for b in batches), "largest against smallest"]
-    print(f"\n{title}\n| {' | '.join(heads)} |\n{'| --- ' * len(heads)}|")
+    lines = [heads, ["---"] * len(heads)]
     for ratio in sorted({ratio for ratio, _ in here}):
         row = [here.get((ratio, batch)) for batch in batches]
         ends = [c.last for c in row if c]
@@ -141,8 +141,9 @@ def print_table(title: str, of: Sequence[Cell]) -> None:
             f"{c.last:.3f} +- {c.spread:.3f} ({c.evaluated:.3f})" if c else "-"
             for c in row
         ]
-        words = f"2^{np.log2(ratio):g}", *shown, f"{ends[-1] / ends[0] - 1:+.1%}"
-        print(f"| {' | '.join(words)} |")
+        change = f"{ends[-1] / ends[0] - 1:+.1%}"
+        lines.append([f"2^{np.log2(ratio):.3g}", *shown, change])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def report(of: Sequence[Cell]) -> None:
@@ -151,11 +152,11 @@ def report(of: Sequence[Cell]) -> None:
     kinds = sorted({(c.size, c.learning_rate) for c in of})
     for size, rate in kinds:
         same = [c for c in of if (c.size, c.learning_rate) == (size, rate)]
-        print_table(f"{size}, learning rate {rate:g}", same)
+        print(f"\n{size}, learning rate {rate:g}\n{table(same)}")
     for size in sorted({size for size, _ in kinds}):
         if len([kind for kind in kinds if kind[0] == size]) > 1:
             same = [c for c in best(of) if c.size == size]
-            print_table(f"{size}, the best of its learning rates", same)
+            print(f"\n{size}, the best of its learning rates\n{table(same)}")
 
 
 def main(arguments: Any = None) -> None:
