@@ -14,7 +14,9 @@ from pathlib import Path
 from statistics import mean, stdev
 from typing import Any, Callable, Dict, List, Sequence
 
+from benchmarks import noise_batch_ratio
 from opacus_ext.planner.commands.options import build_parser
+from opacus_ext.planner.measurements import EXAMPLE, read_runs
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -247,6 +249,38 @@ def options() -> str:
     return written(("command", "option", "what it says"), body)
 
 
+def equal_ratios() -> str:
+    """Losses at equal noise-batch ratios, by physical batch."""
+    runs = rows_of("noise-batch-ratio-cpu.jsonl")
+    return noise_batch_ratio.table(
+        [c for c in noise_batch_ratio.cells(runs) if c.learning_rate == 0.003]
+    )
+
+
+def families() -> str:
+    """Masked models beside causal ones: the mean loss of the last hundred steps."""
+    causal, every, body = read_runs(EXAMPLE), 20, []
+    for run in rows_of("masked-cpu.jsonl"):
+        last = slice(run["total_steps"] // every - 5, run["total_steps"] // every)
+        others = [
+            mean(other["loss"][last])
+            for other in causal
+            if other["total_steps"] >= run["total_steps"]
+            and all(other[k] == run[k] for k in ("size", "ratio", "learning_rate"))
+        ]
+        settings = (
+            f"{run['ratio']:.2g}",
+            f"{run['learning_rate']:g}",
+            run["total_steps"],
+        )
+        losses = f"{mean(run['loss'][last]):.2f}", (
+            f"{mean(others):.2f}" if others else ""
+        )
+        body.append((f"{run['parameters']:,}", *settings, *losses))
+    heads = ("parameters", "ratio", "learning rate", "steps", "masked", "causal")
+    return written(heads, body)
+
+
 TABLES: Dict[str, Callable[[], str]] = {
     "releases-ml-1m": lambda: releases("ml-1m"),
     "releases-games": lambda: releases("games"),
@@ -261,6 +295,8 @@ TABLES: Dict[str, Callable[[], str]] = {
     "machines": machines,
     "scale": scale,
     "options": options,
+    "noise-batch-ratio": equal_ratios,
+    "masked": families,
 }
 
 

@@ -10,6 +10,7 @@ import re
 import time
 import warnings
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple, Union
@@ -26,6 +27,7 @@ from opacus_ext.accountants.solver import checked
 from opacus_ext.models.dpformer import DPFormer
 from opacus_ext.planner.measurements import Measurements, read_runs
 from opacus_ext.progress import progress as show_progress
+from opacus_ext.re_attention.attention import SelfAttention
 from opacus_ext.refused import Refused
 
 # Settings of a run; runs of equal settings are the same.
@@ -59,16 +61,20 @@ class Family:
 
 
 class _TokenLoss(nn.CrossEntropyLoss):
-    """The mean loss of an example's tokens."""
+    """The mean loss of an example's tokens, but for those of target -100."""
 
     def forward(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         flat = logits.flatten(0, 1), targets.flatten()
         loss = nn.functional.cross_entropy(*flat, reduction="none")
-        loss = loss.view(targets.shape).mean(1)
+        loss = loss.view(targets.shape).sum(1) / (targets != self.ignore_index).sum(1)
         return loss.mean() if self.reduction == "mean" else loss
 
 
 SIZES = ("16x2", "32x2", "64x2", "128x2", "192x2")
+MASKED_SHARE = 0.15  # of an example's tokens, as BERT
+_MASK = (
+    257  # follows the bytes, which are numbered from 1: DPFormer takes 0 for padding
+)
 
 
 def byte_transformers(
@@ -91,26 +97,72 @@ def byte_transformers(
         >>> sum(p.numel() for p in family.build("16x2").parameters())
         10800
     """
+    ids, build = _examples_of(text, length, 1), partial(_transformer, length, 256)
+    for size in sizes:
+        _shape(size)
+    dataset = TensorDataset(ids[:, :-1], ids[:, 1:])
+    return Family("bytes", tuple(sizes), build, dataset, _TokenLoss(), length)
+
+
+def masked_transformers(
+    text: Union[str, Path, bytes], length: int = 64, sizes: Sequence[str] = SIZES
+) -> Family:
+    """
+    Transformers that guess hidden bytes of a text from both sides, as BERT does: of 15
+    % of an example's bytes, drawn once, 80 % are hidden, 10 % are others and 10 % are
+    left; the loss is that of these bytes alone. Arguments and errors are those of
+    :func:`byte_transformers`.
+
+    Example:
+        >>> family = masked_transformers(b"To be, or not to be" * 20, length=20)
+        >>> inputs, targets = family.dataset[0]
+        >>> int((targets >= 0).sum())
+        3
+    """
+    ids = _examples_of(text, length, 0)
+    for size in sizes:
+        _shape(size)
+    dataset = TensorDataset(*_masked(ids, torch.Generator().manual_seed(0)))
+
+    def build(size: str) -> nn.Module:
+        model = _transformer(length, _MASK, size)
+        for module in model.modules():
+            if isinstance(module, SelfAttention):
+                module.causal = False
+        return model
+
+    return Family("masked", tuple(sizes), build, dataset, _TokenLoss(), length)
+
+
+def _examples_of(text: Union[str, Path, bytes], length: int, more: int) -> torch.Tensor:
+    """Numbers of bytes, ``[examples, length + more]``, ``length`` apart."""
     content = text if isinstance(text, bytes) else Path(text).read_bytes()
-    examples = (len(content) - 1) // length
-    if examples < 1:
+    if len(content) < length + more:
         raise Refused(
             f"A text of {len(content)} bytes has no example of {length}.",
             parameter="text",
         )
-    for size in sizes:
-        _shape(size)
-    # Bytes are numbered from 1: DPFormer takes 0 for padding.
     ids = torch.from_numpy(np.frombuffer(content, dtype=np.uint8).astype(np.int64)) + 1
-    shifted = [ids[i : examples * length + i].view(examples, length) for i in (0, 1)]
+    return ids.unfold(0, length + more, length)
 
-    def build(size: str) -> nn.Module:
-        width, depth = _shape(size)
-        heads = max(1, width // 32)
-        return DPFormer(256, length, width, depth, heads, dropout=0.0)
 
-    dataset = TensorDataset(*shifted)
-    return Family("bytes", tuple(sizes), build, dataset, _TokenLoss(), length)
+def _masked(
+    ids: torch.Tensor, generator: torch.Generator
+) -> Tuple[torch.Tensor, torch.Tensor]:
+    """Inputs with hidden bytes, and targets, -100 where nothing is to be guessed."""
+    # As many in each example, so that the mean loss of none is that of fewer bytes.
+    order = torch.rand(ids.shape, generator=generator).argsort(1)
+    chosen = order < max(1, round(MASKED_SHARE * ids.shape[1]))
+    kind = torch.rand(ids.shape, generator=generator)
+    others = torch.randint(1, _MASK, ids.shape, generator=generator)
+    inputs = torch.where(chosen & (kind < 0.9), others, ids)
+    inputs = inputs.masked_fill(chosen & (kind < 0.8), _MASK)
+    return inputs, ids.masked_fill(~chosen, -100)
+
+
+def _transformer(length: int, ids: int, size: str) -> DPFormer:
+    width, depth = _shape(size)
+    return DPFormer(ids, length, width, depth, max(1, width // 32), dropout=0.0)
 
 
 def _shape(size: str) -> Tuple[int, int]:
@@ -124,15 +176,18 @@ def _shape(size: str) -> Tuple[int, int]:
     return width, depth
 
 
+_OF_TEXT = {"bytes": byte_transformers, "masked": masked_transformers}
+
+
 def find_family(name: str, text: Optional[str] = None) -> Family:
     """
-    The family "bytes", of a text, or that which "package.module:function" returns,
-    called with the text if there is one.
+    The family "bytes" or "masked", of a text, or that which "package.module:function"
+    returns, called with the text if there is one.
     """
-    if name == "bytes":
+    if name in _OF_TEXT:
         if text is None:
-            raise Refused("The family of bytes needs a text.", parameter="text")
-        return byte_transformers(text)
+            raise Refused(f"The family {name!r} needs a text.", parameter="text")
+        return _OF_TEXT[name](text)
     family = made_by(name, "family", *(() if text is None else (text,)))
     if not isinstance(family, Family):
         raise Refused(f"{name!r} returned {type(family).__name__}, not a Family.")

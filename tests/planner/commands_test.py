@@ -131,6 +131,7 @@ def test_fit_a_law_of_training_without_privacy(capsys, tmp_path):
     args = f"fit {path} --law chinchilla --json"
     found = strict(output_of(capsys, args))
     assert found["E"] == pytest.approx(1.69, rel=1e-3) and found["rows"] == 12
+    assert 0 < found["mean error"] <= found["worst error"] < 1e-3
 
 
 def layer():

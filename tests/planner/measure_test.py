@@ -6,11 +6,13 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
+from opacus_ext import check_per_sample_gradients
 from opacus_ext.planner import measure as module
 from opacus_ext.planner.measure import (
     Family,
     byte_transformers,
     find_family,
+    masked_transformers,
     measure,
 )
 from opacus_ext.planner.measurements import Measurements
@@ -133,6 +135,38 @@ def test_families_are_found_by_name(tmp_path):
     inputs, targets = find_family("bytes", str(text)).dataset[0]
     assert bytes((inputs - 1).tolist()) == TEXT[:64]
     assert bytes((targets - 1).tolist()) == TEXT[1:65]
+
+
+def test_hidden_bytes_are_guessed_from_both_sides(tmp_path):
+    text = tmp_path / "text"
+    text.write_bytes(bytes(range(256)) * 250)
+    inputs, targets = find_family("masked", str(text)).dataset.tensors
+    whole = torch.arange(256).repeat(250).view(-1, 64) + 1
+    chosen = targets != -100
+    assert len(inputs) == 1000 and (chosen.sum(1) == 10).all()  # 15 % of 64
+    assert (inputs == whole)[~chosen].all() and (targets == whole)[chosen].all()
+    hidden, left = (inputs[chosen] == 257), inputs[chosen] == targets[chosen]
+    assert (
+        abs(hidden.float().mean() - 0.8) < 0.02
+        and abs(left.float().mean() - 0.1) < 0.01
+    )
+
+    small = masked_transformers(TEXT, 20, ["8x1"])
+    model, (inputs, targets) = small.build("8x1").eval(), small.dataset[:5]
+    changed = inputs.clone()
+    changed[:, -1] = 1
+    assert (model(inputs) != model(changed)).flatten(1, 2).any(1).all()
+    assert (model(inputs)[:, 0] != model(changed)[:, 0]).any()
+    report = check_per_sample_gradients(
+        model, (inputs, targets), small.criterion, ["ghost_bk"], verbose=False
+    )
+    assert report.ok
+    # The loss of an example is that of its hidden bytes alone.
+    chosen = targets[0] >= 0
+    alone = nn.functional.cross_entropy(
+        model(inputs[:1])[0][chosen], targets[0][chosen]
+    )
+    torch.testing.assert_close(small.criterion(model(inputs[:1]), targets[:1]), alone)
 
 
 def run(**changed):

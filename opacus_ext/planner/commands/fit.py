@@ -89,7 +89,9 @@ def fit(args: argparse.Namespace) -> int:
         law = LAWS[name]
         loss, inputs = _rows(args.measurements, law)
         found = law.fit(loss, **inputs)
+        error = abs(found.predict(**inputs) / loss - 1)
         result = dict(law=name, rows=found.rows, objective=found.objective)
+        result |= {"mean error": error.mean(), "worst error": error.max()}
         result |= {**found.parameters, "warnings": found.warnings}
     print_result(result, args.json)
     return 0

@@ -124,7 +124,7 @@ OPTIONS = {
     "measure": """
 --out![FILE]           text              ; runs are appended, one a line
 --text                 text              ; the text of byte transformers
---family=bytes         text              ; "bytes", or module:function
+--family=bytes         text              ; "bytes", "masked", or module:function
 --sizes                words             ; names of sizes; all of the family
 --ratios=0,0.000244140625,0.0009765625,0.00390625,0.015625,0.0625,0.25 numbers 0 1e6 ; \
 noise-batch ratios, 0 for noise-free
