@@ -72,9 +72,8 @@ class _TokenLoss(nn.CrossEntropyLoss):
 
 SIZES = ("16x2", "32x2", "64x2", "128x2", "192x2")
 MASKED_SHARE = 0.15  # of an example's tokens, as BERT
-_MASK = (
-    257  # follows the bytes, which are numbered from 1: DPFormer takes 0 for padding
-)
+# It follows the bytes, which are numbered from 1: DPFormer takes 0 for padding.
+_MASK = 257
 
 
 def byte_transformers(
