@@ -126,11 +126,39 @@ def test_fit_a_law_of_training_without_privacy(capsys, tmp_path):
         for tokens in (1e9, 1e10, 1e11):
             loss = float(CHINCHILLA.predict(parameters=size, tokens=tokens))
             lines.append(f"{size},{6 * size * tokens},{loss!r},red")
+    # Of fewest tokens a parameter, and of another law: to be dropped.
+    lines += ["3e9,18e18,9", "3e9,36e18,1"]
     path = tmp_path / "runs.csv"
     path.write_text("\n".join(lines))
     args = f"fit {path} --law chinchilla --json"
-    found = strict(output_of(capsys, args))
+    found = strict(output_of(capsys, f"{args} --drop 2"))
     assert found["E"] == pytest.approx(1.69, rel=1e-3) and found["rows"] == 12
+    assert strict(output_of(capsys, args))["rows"] == 14
+    path.write_text("loss,tokens\n3,4\n2,9\n")
+    with pytest.raises(SystemExit):
+        main(f"fit {path} --law kaplan_tokens --drop 1".split())
+    assert "no columns parameters and tokens" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(not os.environ.get("CHINCHILLA"), reason="svg_extracted_data.csv")
+def test_fit_of_chinchilla_without_five_runs(capsys):
+    """The constants and objective of the 240 runs of Hoffmann et al.'s figure."""
+    args = f"fit {os.environ['CHINCHILLA']} --law chinchilla --drop 5 --json"
+    found = strict(output_of(capsys, args))
+    assert found["rows"] == 240
+    assert found["objective"] == pytest.approx(0.00101827, abs=1e-8)
+    refit = dict(E=1.8172, A=477.7, B=2142, a=0.3473, b=0.3671)
+    for name, value in refit.items():
+        assert found[name] == pytest.approx(value, rel=1e-3)
+
+
+def test_optimal(capsys):
+    rows = strict(output_of(capsys, "optimal --flops 1e19,1e21 --json"))
+    assert [row["flops"] for row in rows] == [1e19] * 4 + [1e21] * 4
+    for row in rows[1:4] + rows[5:]:
+        spent = 6 * row["parameters"] * row["tokens"]
+        assert spent == pytest.approx(row["flops"])
+    assert "Chinchilla, refit" in output_of(capsys, "optimal --flops 1e19")
 
 
 def layer():
@@ -218,6 +246,9 @@ measure --out x --text no-such-text | no-such-text
 {RECORDS} 1000 --epsilon 500 --steps 1000 --batch-size 1000 | too extreme
 {RECORDS} 1e12 --epsilon 4 --steps 10 --batch-size 1 | too extreme
 fit example --law murphy | 'murphy' is none of
+fit example --law L2 --drop 3 | --drop is for laws without noise
+optimal | required: --flops
+optimal --flops 0 | --flops: '0' is not a number, above 0
 fit example --hold-out size=3 | --hold-out: 'size=3' is not
 statement no-such-checkpoint | no-such-checkpoint
 """
