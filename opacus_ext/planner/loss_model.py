@@ -185,6 +185,10 @@ class LossModel:
             return np.where(np.asarray(steps) <= most, found, np.nan)
 
         ranges, found = surface.ranges, {}
+        if surface.interpolated:
+            source += (
+                f" and {len(surface.interpolated)} more interpolated between ratios"
+            )
         held = continued(measurements, **options)
         if held is not None:
             found["continuation"] = (
