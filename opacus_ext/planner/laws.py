@@ -7,7 +7,7 @@ Kaplan et al., "Scaling laws for neural language models" (2020); McCandlish et a
 empirical model of large-batch training" (2018); Hoffmann et al., "Training
 compute-optimal large language models" (2022); "Scaling laws for differentially private
 language models", appendix E. Published constants: :data:`KAPLAN`, :data:`CHINCHILLA`
-and :data:`CHINCHILLA_REFIT`. Those of the private laws were not published:
+and :data:`CHINCHILLA_REFIT`. Those of the private laws stand in no paper:
 :data:`PAPER` is fitted to published results. What follows from laws, such as the best
 size for a compute, is in :mod:`opacus_ext.planner.optimum`.
 """
@@ -571,13 +571,14 @@ KAPLAN: Dict[str, Fit] = {
     "least_tokens": power_of_parameters.of(scale=5e3, p=0.74),
 }
 
-#: L2 of the private paper. It publishes its exponents (appendix E) and the best
-#: configuration of 16 budgets with its loss (table 2), but no constants, and its
-#: measurements, which its code (google-research/dp_scaling_laws) links, could not be
-#: reached when these were fitted to the 16 rows, in ``benchmarks/planner_laws.py``. a
-#: is the paper's, b is fitted, and g and a2 are such that more epsilon never plans a
-#: smaller model at equal compute (section 4.1). Examples are counted in physical
-#: batches, 1,024 a step, as the losses were measured so.
+#: L2 of the private paper, which tells its exponents (appendix E) and the best
+#: configuration of 16 budgets with its loss (table 2), but no constants. The README of
+#: its code (google-research, dp_scaling_laws) links a zip with all measurements, which
+#: could not be reached when these were fitted to the 16 rows, in
+#: ``benchmarks/planner_laws.py``; whoever has it plans by its results.csv
+#: (``--measurements``). a is the paper's, b is fitted, and g and a2 are such that more
+#: epsilon never plans a smaller model at equal compute (section 4.1). Examples are
+#: counted in physical batches, 1,024 a step, as the losses were measured so.
 PAPER = private_sigmoid.of(
     E=0.3597, A=4345.7, B=189.11, C=2.309e-05, a=0.47, b=0.3271, g=2.0, a2=-0.78
 )
