@@ -12,21 +12,25 @@ both linear in E, A, B and C:
   end of the range, so they have no such equation for the size.
 
 The kappa of :mod:`opacus_ext.planner.noise_free` is fitted to the private runs of the
-package's own study. About 10 seconds on one core.
+package's own study. The paper's three baselines (section 4.4) and sizes without privacy
+(section 4.1) are then told by the law. About 20 seconds on one core.
 """
 
 import math
+from dataclasses import replace
 from functools import lru_cache
-from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Dict, Iterator, List, NamedTuple, Optional, Sequence, Tuple
 
 import numpy as np
 from scipy.optimize import least_squares, minimize_scalar, nnls
 
 from opacus_ext.accountants.calibration import calibrate
-from opacus_ext.planner import Measurements, Surface, scaled_options
+from opacus_ext.planner import Budget, Candidates, Measurements, Surface, scaled_options
 from opacus_ext.planner.laws import PAPER, Fit, private_sigmoid, squash
-from opacus_ext.planner.loss_model import PHYSICAL_BATCH
+from opacus_ext.planner.loss_model import MOST_LOSS, PHYSICAL_BATCH, LossModel, compute
 from opacus_ext.planner.noise_free import KAPPA, NoiseFree
+from opacus_ext.planner.optimum import compute_optimal
+from opacus_ext.tables import text_table
 
 DELTA = 1e-8
 RATIOS = 0.0, 2.0**-4  # of the runs that kappa is fitted to
@@ -71,6 +75,14 @@ PUBLISHED = dict(a=0.47, b=0.12, g=0.95, a2=-0.07)
 #: What is used: the harm of noise grows with the size itself.
 SHAPE = dict(a=0.47, g=2.0, a2=-0.78)
 
+#: Section 4.4: parameters, batch and steps of 1e19 FLOPs, of 1e7 users.
+BASELINES = {
+    "BertLarge": (335e6, 1295, 7500),
+    "BertMedium": (41e6, 15_879, 5000),
+    "BertTiny": (4.5e6, 283_061, 2500),
+}
+USERS, EPSILONS = 1e7, (1, 4, 16, 64)
+
 
 @lru_cache(maxsize=64)
 def _log_squashed(
@@ -112,9 +124,14 @@ def _solve(
     return found, float(left)
 
 
-def _fit(rows: Tuple[Row, ...], used: np.ndarray, slopes: float) -> Fit:
+def _fit(
+    rows: Tuple[Row, ...],
+    used: np.ndarray,
+    slopes: float,
+    shape: Optional[Dict[str, float]] = None,
+) -> Fit:
     def exponents(log_b: float) -> Dict[str, float]:
-        return {**SHAPE, "b": math.exp(log_b)}
+        return {**(shape or SHAPE), "b": math.exp(log_b)}
 
     log_b = minimize_scalar(
         lambda x: _solve(rows, used, exponents(x), slopes)[1],
@@ -128,7 +145,11 @@ def _fit(rows: Tuple[Row, ...], used: np.ndarray, slopes: float) -> Fit:
     )
 
 
-def refit_paper(rows: Sequence[Row] = TABLE_2, slopes: float = SLOPES) -> Fit:
+def refit_paper(
+    rows: Sequence[Row] = TABLE_2,
+    slopes: float = SLOPES,
+    shape: Optional[Dict[str, float]] = None,
+) -> Fit:
     """
     The constants of L2 from rows of table 2, as the module says.
 
@@ -136,13 +157,14 @@ def refit_paper(rows: Sequence[Row] = TABLE_2, slopes: float = SLOPES) -> Fit:
         rows: of the table, five or more
         slopes: weight of an e-fold's worth against that of a relative error of the
             loss
+        shape: a, g and a2; those that are used by default
 
     Example:
         >>> {name: float(f"{refit_paper().parameters[name]:.3g}") for name in "EABCb"}
         {'E': 0.36, 'A': 4350.0, 'B': 189.0, 'C': 2.31e-05, 'b': 0.327}
     """
     rows = tuple(rows)
-    return _fit(rows, np.ones(len(rows), dtype=bool), slopes)
+    return _fit(rows, np.ones(len(rows), dtype=bool), slopes, shape)
 
 
 def errors(fit: Fit = PAPER, rows: Sequence[Row] = TABLE_2) -> np.ndarray:
@@ -187,6 +209,64 @@ def left_out(by: Optional[str] = None) -> np.ndarray:
         out = np.array([k == key for k in keys])
         found[out] = errors(_fit(TABLE_2, ~out, slopes=SLOPES))[out]
     return found
+
+
+class Baseline(NamedTuple):
+    """
+    A baseline of the paper, by a law.
+
+    Attributes:
+        name: of the model
+        epsilon: of 1e7 users
+        loss: by the law; above 10.3 it says that nothing is learnt
+        saved: its compute by that of a plan with its loss; nan if nothing is learnt
+    """
+
+    name: str
+    epsilon: float
+    loss: float
+    saved: float
+
+
+def baselines(fit: Fit = PAPER) -> Iterator[Baseline]:
+    """
+    The three baselines of section 4.4 beside what is planned, by a law.
+
+    Example:
+        >>> first = next(baselines())
+        >>> first.name, first.epsilon, f"{first.loss:.1f}"
+        ('BertLarge', 1, '34.3')
+    """
+
+    def formula(size: Any, batch: Any, steps: Any, ratio: Any) -> np.ndarray:
+        # Without enough steps a ratio may be inf.
+        examples = np.multiply(steps, float(PHYSICAL_BATCH))
+        ratio = np.minimum(ratio, 1.0)
+        return fit.predict(parameters=size, examples=examples, ratio=ratio)
+
+    law = replace(LossModel.of_paper(), loss=formula)
+    tables = [Candidates(Budget(USERS, epsilon), law) for epsilon in EPSILONS]
+    for name, (size, batch, steps) in BASELINES.items():
+        for table in tables:
+            epsilon = table.budget.epsilon
+            ratio = calibrate(epsilon, DELTA, steps, batch, USERS).ratio
+            loss = float(formula(size, batch, steps, ratio))
+            enough = table.flops[table.loss <= loss].min()
+            saved = compute(size, batch, steps, table.budget.tokens) / enough
+            yield Baseline(name, epsilon, loss, saved if loss < MOST_LOSS else math.nan)
+
+
+def sizes_by_compute() -> Iterator[List[float]]:
+    """
+    Sizes that are best for a compute (section 4.1): FLOPs, then parameters for each
+    epsilon, without noise by the same law, and by Chinchilla's.
+    """
+    tables = [Candidates(Budget(USERS, e), LossModel.of_paper()) for e in EPSILONS]
+    for flops in (1e17, 1e18, 1e19, 1e20):
+        free = tables[0].not_private(flops)
+        private = [table.best(flops).parameters for table in tables]
+        chinchilla = float(compute_optimal(flops).parameters)
+        yield [flops, *private, free and free["parameters"], chinchilla]
 
 
 class Refit(NamedTuple):
@@ -253,6 +333,20 @@ def main() -> None:
         ("of a number of users left out", left_out("users")),
     ):
         print(f"{label}: {np.abs(found).mean():.1%}, at most {np.abs(found).max():.1%}")
+    shape = {name: PUBLISHED[name] for name in SHAPE}
+    for label, fit in {
+        "": PAPER,
+        ", g and a2 published": refit_paper(shape=shape),
+    }.items():
+        rows = [
+            (name, f"{epsilon:g}", f"{loss:.2f}", f"{saved:.1f}")
+            for name, epsilon, loss, saved in baselines(fit)
+        ]
+        print(f"baselines of 1e19 FLOPs{label}:")
+        print(text_table(["baseline", "epsilon", "loss", "saved"], rows, right=True))
+    header = ["FLOPs", *(f"epsilon {e}" for e in EPSILONS), "no noise", "Chinchilla"]
+    sizes = [[f"{x:.2g}" for x in row] for row in sizes_by_compute()]
+    print("best sizes:", text_table(header, sizes, right=True), sep="\n")
     kappa = refit_kappa()
     worst = np.abs(kappa.error).max()
     print(f"kappa {kappa.kappa:.3g}: {np.abs(kappa.error).mean():.1%}, {worst:.0%}")

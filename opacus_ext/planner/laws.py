@@ -2,13 +2,14 @@
 Parametric scaling laws: formulas, published constants, fits and predictions.
 
 A law is a function below: its formula, from which inputs and constants are read. M are
-parameters, D tokens, N examples, s the noise-batch ratio. Sources: Kaplan et al.,
-"Scaling laws for neural language models" (2020); McCandlish et al., "An empirical model
-of large-batch training" (2018); Hoffmann et al., "Training compute-optimal large
-language models" (2022); "Scaling laws for differentially private language models",
-appendix E. Published constants: :data:`KAPLAN`, :data:`CHINCHILLA` and
-:data:`CHINCHILLA_REFIT`. Those of the private laws were not published: :data:`PAPER` is
-fitted to published results.
+parameters, D tokens, N examples, s the noise-batch ratio, C compute in FLOPs. Sources:
+Kaplan et al., "Scaling laws for neural language models" (2020); McCandlish et al., "An
+empirical model of large-batch training" (2018); Hoffmann et al., "Training
+compute-optimal large language models" (2022); "Scaling laws for differentially private
+language models", appendix E. Published constants: :data:`KAPLAN`, :data:`CHINCHILLA`
+and :data:`CHINCHILLA_REFIT`. Those of the private laws stand in no paper:
+:data:`PAPER` is fitted to published results. What follows from laws, such as the best
+size for a compute, is in :mod:`opacus_ext.planner.optimum`.
 """
 
 from __future__ import annotations
@@ -40,6 +41,9 @@ from opacus_ext.refused import Refused
 #: Stands for log 0 where gradients must stay finite: a power of it is 0 all the same.
 LOG_ZERO = -1e6
 
+#: FLOPs of a petaflop/s for a day, Kaplan et al.'s unit of compute.
+PF_DAY = 1e15 * 24 * 3600
+
 _NO_EFFECT = 1e-4  # of a constant on log loss: nobody can measure less
 HUBER = 1e-3  # error of the log target beyond which Huber's loss is linear
 STARTS = 256  # spread over the ranges of the constants
@@ -49,7 +53,8 @@ _ALPHA = math.log(0.02), math.log(1.5)
 #: Where fits start: the log of a term's share in the target, in the middle of the rows.
 COEFFICIENTS = {
     **dict.fromkeys("EABC", _SHARE),
-    **dict.fromkeys(("N_c", "D_c"), (-6.0, 0.5)),
+    **dict.fromkeys(("N_c", "D_c", "C_c", "S_c"), (-6.0, 0.5)),
+    "scale": (-3.0, 3.0),
     "B_star": (-3.0, 3.0),
 }
 #: Where fits start, and what is usual: other values are degenerate. Those of the name
@@ -58,7 +63,10 @@ EXPONENTS = {
     **dict.fromkeys("abg", ((0.05, 1.5), (0.01, 3.0))),
     # Published: -0.07, noise hurts a larger model more.
     "a2": ((-0.3, 0.3), (-2.0, 2.0)),
-    **dict.fromkeys(("alpha_N", "alpha_D"), (_ALPHA, (0.005, 3.0))),
+    "p": ((0.01, 1.5), (0.01, 3.0)),
+    **dict.fromkeys(
+        ("alpha_N", "alpha_D", "alpha_C", "alpha_S"), (_ALPHA, (0.005, 3.0))
+    ),
     "alpha_B": ((math.log(0.05), 0.0), (0.01, 5.0)),
 }
 
@@ -485,6 +493,45 @@ def kaplan_parameters_tokens(  # type: ignore[no-untyped-def]
     return alpha_D, [share * (log(N_c) - parameters), log(D_c) - tokens]
 
 
+@Law
+def kaplan_parameters(parameters, *, N_c, alpha_N):  # type: ignore[no-untyped-def]
+    """L = (N_c / M)^alpha_N, of models trained to their end on endless data."""
+    return alpha_N, [log(N_c) - parameters]
+
+
+@Law
+def kaplan_tokens(tokens, *, D_c, alpha_D):  # type: ignore[no-untyped-def]
+    """L = (D_c / D)^alpha_D, of large models stopped early."""
+    return alpha_D, [log(D_c) - tokens]
+
+
+@Law
+def kaplan_flops(flops, *, C_c, alpha_C):  # type: ignore[no-untyped-def]
+    """L = (C_c / C)^alpha_C, of the best model for a compute."""
+    return alpha_C, [log(C_c) - flops]
+
+
+@Law
+def kaplan_parameters_steps(  # type: ignore[no-untyped-def]
+    parameters, steps, *, N_c, S_c, alpha_N, alpha_S
+):
+    """L = (N_c / M)^alpha_N + (S_c / S_min)^alpha_S, steps at huge batches."""
+    size = alpha_N * (log(N_c) - parameters)
+    return 1.0, [size, alpha_S * (log(S_c) - steps)]
+
+
+@partial(Law, target="value")
+def power_of_flops(flops, *, scale, p):  # type: ignore[no-untyped-def]
+    """Scale C^p: what is best for a compute."""
+    return 1.0, [log(scale) + p * flops]
+
+
+@partial(Law, target="tokens")
+def power_of_parameters(parameters, *, scale, p):  # type: ignore[no-untyped-def]
+    """Scale M^p: the tokens that a size needs."""
+    return 1.0, [log(scale) + p * parameters]
+
+
 @partial(Law, target="batch_size")
 def critical_batch(loss, *, B_star, alpha_B):  # type: ignore[no-untyped-def]
     """B_crit = B_star / L^(1 / alpha_B)."""
@@ -500,21 +547,38 @@ CHINCHILLA = chinchilla.of(E=1.69, A=406.4, B=410.7, a=0.34, b=0.28)
 #: parameter. The published constants don't fit these.
 CHINCHILLA_REFIT = chinchilla.of(E=1.8172, A=477.7, B=2142.0, a=0.3473, b=0.3671)
 
-#: Kaplan et al.'s: the loss, of table 2, and the batch in tokens, of table 5.
+#: Kaplan et al.'s: L(N, D) of table 2, the other losses and the batch in tokens of
+#: table 5, the "optimal" ones of table 6, whose batch is in tokens, too. "flops" is of
+#: batches of one size, "minimum_flops" and table 6 of batches far below the critical
+#: one. Fewer than the "least_tokens" overfit. Sizes are without embeddings; compute is
+#: in FLOPs here, in PF-days there.
 KAPLAN: Dict[str, Fit] = {
+    "parameters": kaplan_parameters.of(N_c=8.8e13, alpha_N=0.076),
+    "tokens": kaplan_tokens.of(D_c=5.4e13, alpha_D=0.095),
+    "flops": kaplan_flops.of(C_c=1.6e7 * PF_DAY, alpha_C=0.057),
+    "minimum_flops": kaplan_flops.of(C_c=3.1e8 * PF_DAY, alpha_C=0.050),
     "parameters_tokens": kaplan_parameters_tokens.of(
         N_c=6.4e13, alpha_N=0.076, D_c=1.8e13, alpha_D=0.103
     ),
+    "parameters_steps": kaplan_parameters_steps.of(
+        N_c=8.8e13, alpha_N=0.076, S_c=2.1e3, alpha_S=0.76
+    ),
     "critical_batch": critical_batch.of(B_star=2.1e8, alpha_B=0.21),
+    "optimal_parameters": power_of_flops.of(scale=1.3e9 * PF_DAY**-0.73, p=0.73),
+    "optimal_batch_size": power_of_flops.of(scale=2.0e6 * PF_DAY**-0.24, p=0.24),
+    "optimal_steps": power_of_flops.of(scale=5.4e3 * PF_DAY**-0.03, p=0.03),
+    "optimal_tokens": power_of_flops.of(scale=2e10 * PF_DAY**-0.27, p=0.27),
+    "least_tokens": power_of_parameters.of(scale=5e3, p=0.74),
 }
 
-#: L2 of the private paper. It publishes its exponents (appendix E) and the best
-#: configuration of 16 budgets with its loss (table 2), but no constants, and its
-#: measurements, which its code (google-research/dp_scaling_laws) links, could not be
-#: reached when these were fitted to the 16 rows, in ``benchmarks/planner_laws.py``. a
-#: is the paper's, b is fitted, and g and a2 are such that more epsilon never plans a
-#: smaller model at equal compute (section 4.1). Examples are counted in physical
-#: batches, 1,024 a step, as the losses were measured so.
+#: L2 of the private paper, which tells its exponents (appendix E) and the best
+#: configuration of 16 budgets with its loss (table 2), but no constants. The README of
+#: its code (google-research, dp_scaling_laws) links a zip with all measurements, which
+#: could not be reached when these were fitted to the 16 rows, in
+#: ``benchmarks/planner_laws.py``; whoever has it plans by its results.csv
+#: (``--measurements``). a is the paper's, b is fitted, and g and a2 are such that more
+#: epsilon never plans a smaller model at equal compute (section 4.1). Examples are
+#: counted in physical batches, 1,024 a step, as the losses were measured so.
 PAPER = private_sigmoid.of(
     E=0.3597, A=4345.7, B=189.11, C=2.309e-05, a=0.47, b=0.3271, g=2.0, a2=-0.78
 )

@@ -79,6 +79,8 @@ class LossModel:
             a loss is predicted for up to four times as many
         continuation: the error of steps beyond ``known_steps``, for people
         warnings: of the fit, for people: curves continued without a floor
+        formula: what tells the loss where that is above the one of a model that knows
+            nothing, so that ``loss`` has no answer; None if there is no such case
     """
 
     loss: Callable[..., np.ndarray]
@@ -95,6 +97,7 @@ class LossModel:
     measured: Optional[Callable[..., np.ndarray]] = None
     continuation: str = "how wrong that is was not measured"
     warnings: Tuple[str, ...] = ()
+    formula: Optional[Callable[..., np.ndarray]] = None
 
     def measured_to(self, parameters: Any, ratio: Any) -> Any:
         """Steps to which a size and ratio was measured."""
@@ -184,7 +187,12 @@ class LossModel:
             most = 4 * surface.measured_steps(parameters, ratio)
             return np.where(np.asarray(steps) <= most, found, np.nan)
 
-        ranges, found = surface.ranges, {}
+        ranges = surface.ranges
+        found: Any = {}
+        if surface.interpolated:
+            source += (
+                f" and {len(surface.interpolated)} more interpolated between ratios"
+            )
         held = continued(measurements, **options)
         if held is not None:
             found["continuation"] = (
@@ -233,7 +241,8 @@ class LossModel:
     def of_paper(cls) -> LossModel:
         """
         :data:`opacus_ext.planner.laws.PAPER`, for masked language models of the
-        paper's family (BERT, examples of 512 tokens) and no other.
+        paper's family (BERT, examples of 512 tokens) and no other. Its loss without
+        noise is the same formula at ratio 0, which no published row tells of.
         """
 
         def loss(*configuration: Any) -> np.ndarray:
@@ -246,13 +255,14 @@ class LossModel:
             SIZES,
             STEPS,
             tokens=512,
-            batch_size=0,  # nothing was published without noise
+            batch_size=PHYSICAL_BATCH,
             kind=PAPER,
             source="L2, fitted to 16 published runs of BERT-like masked language "
             f"models; their losses to {mean:.1%} in the mean, {most:.1%} at most. Of "
-            "no other models",
+            "no other models; without noise extrapolated",
             known_steps=(STEPS[0], 128_000.0),
             least_ratio=RATIOS[0],
+            formula=_paper_loss,
         )
 
     @classmethod
@@ -298,6 +308,8 @@ class LossModel:
             parameters=(1e4, 1e12),
             steps=(100.0, STEPS[1]),
             tokens=0,
+            batch_size=0,
+            formula=None,
             kind=RULE,
             source="what is best for BERT-like masked language models (the paper's "
             "law), used for any model. No loss is given",

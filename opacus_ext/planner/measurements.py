@@ -18,6 +18,24 @@ EXAMPLE = Path(__file__).parent / "data" / "tinyshakespeare.jsonl"
 _META = "family tokens batch_size".split()
 _SETTINGS = "parameters ratio learning_rate".split()
 
+#: Names of models and columns of results.csv, the measurements of the paper's authors.
+BERT = {
+    "BertTiny": 4.5e6,
+    "BertMini": 11.4e6,
+    "BertSmall": 29e6,
+    "BertMedium": 41e6,
+    "BertBase": 109e6,
+    "BertLarge": 335e6,
+    "BertMega": 778e6,
+}
+_OF_AUTHORS = {
+    "Model": "parameters",
+    "Iterations": "steps",
+    "Noise Batch Ratio": "ratio",
+    "Cross Entropy": "loss",
+    "Learning Rate": "learning_rate",
+}
+
 
 @dataclass(frozen=True)
 class Measurements:
@@ -37,6 +55,8 @@ class Measurements:
         family: name of the models; planning for another family is guessing
         tokens: S, tokens of an example
         batch_size: the physical batch size of the runs; 0 where unknown
+        may_lack_ratios: True if a ratio that a size lacks was never run, so that it may
+            be interpolated; else runs that failed may be missing, and it is refused
 
     Raises:
         Refused: for arrays of different lengths, none at all, and values that are
@@ -58,6 +78,7 @@ class Measurements:
     family: str = ""
     tokens: int = 0
     batch_size: int = 0
+    may_lack_ratios: bool = False
 
     def __post_init__(self) -> None:
         rows = len(checked("loss", self.loss, above=0))
@@ -67,8 +88,8 @@ class Measurements:
                 columns[name] = np.full(rows, np.nan)
         if self.run is None:
             cells = [*zip(*(map(str, columns[name]) for name in _SETTINGS))]
-            kinds = [*dict.fromkeys(cells)]
-            columns["run"] = [kinds.index(cell) for cell in cells]
+            numbers: Dict[Any, int] = {}
+            columns["run"] = [numbers.setdefault(c, len(numbers)) for c in cells]
         for name, values in columns.items():
             if name in ("parameters", "steps"):
                 checked(name, values, above=0)
@@ -141,9 +162,10 @@ class Measurements:
 
         Args:
             path: a file whose name ends in .csv has the columns parameters, steps,
-                ratio and loss, and may have learning_rate, run and planned. The default
-                are the runs that come with the package: byte-level transformers on
-                Shakespeare
+                ratio and loss, and may have learning_rate, run and planned; or it is
+                results.csv of the authors of "Scaling laws for differentially private
+                language models", as it is. The default are the runs that come with the
+                package: byte-level transformers on Shakespeare
 
         Raises:
             OSError: if the file can't be read
@@ -157,12 +179,36 @@ class Measurements:
         path = Path(path)
         if path.suffix != ".csv":
             return cls.of_runs(read_runs(path))
+        texts = read_texts(path)
+        if _OF_AUTHORS.keys() <= texts.keys():
+            return cls._of_authors(path, texts)
         table = read_table(path, "parameters", "steps", "ratio", "loss")
         columns: Any = {name: table[name] for name in _COLUMNS if name in table}
         return cls(**columns, family=path.stem)
 
+    @classmethod
+    def _of_authors(cls, path: Path, texts: Dict[str, List[str]]) -> Measurements:
+        """BERT models of the paper, by name, at physical batches of 1,024."""
+        unknown = sorted({*texts["Model"]} - BERT.keys())
+        if unknown:
+            raise Refused(
+                f"{path} has models of unknown size: {', '.join(unknown)}.",
+                parameter="measurements",
+                remedy=f"Known are {', '.join(BERT)}.",
+            )
+        texts = {**texts, "Model": [str(BERT[name]) for name in texts["Model"]]}
+        columns: Any = {
+            ours: _numbers(path, texts, name) for name, ours in _OF_AUTHORS.items()
+        }
+        about: Any = dict(family="BERT", tokens=512, batch_size=1024)
+        return cls(**columns, **about, may_lack_ratios=True)
 
-_COLUMNS = [f.name for f in fields(Measurements) if f.name not in _META]
+
+_COLUMNS = [
+    field.name
+    for field in fields(Measurements)
+    if field.name not in (*_META, "may_lack_ratios")
+]
 
 
 def read_table(path: Union[str, Path], *needed: str) -> Dict[str, np.ndarray]:
@@ -171,10 +217,9 @@ def read_table(path: Union[str, Path], *needed: str) -> Dict[str, np.ndarray]:
     one without those that are needed.
     """
     columns = {}
-    with Path(path).open(newline="", encoding="utf-8-sig") as file:
-        for name, *values in zip(*filter(None, csv.reader(file))):
-            with suppress(ValueError):  # a column of words
-                columns[name.strip()] = np.array(values, dtype=float)
+    for name, values in read_texts(path).items():
+        with suppress(ValueError):  # a column of words
+            columns[name] = np.array(values, dtype=float)
     missing = [name for name in needed if not len(columns.get(name, ()))]
     if missing:
         raise Refused(
@@ -184,6 +229,25 @@ def read_table(path: Union[str, Path], *needed: str) -> Dict[str, np.ndarray]:
             "nats, no accuracy.",
         )
     return columns
+
+
+def read_texts(path: Union[str, Path]) -> Dict[str, List[str]]:
+    """The columns of a table (CSV) by their names in its first line."""
+    with Path(path).open(newline="", encoding="utf-8-sig") as file:
+        rows = zip(*filter(None, csv.reader(file)))
+        return {name.strip(): values for name, *values in rows}
+
+
+def _numbers(path: Path, texts: Dict[str, List[str]], name: str) -> np.ndarray:
+    """A column of a table, all of it numbers."""
+    try:
+        return np.array(texts[name], dtype=float)
+    except ValueError as error:
+        raise Refused(
+            f"{path}, column {name}: {error}.",
+            parameter="measurements",
+            remedy="Remove the lines that have no number there.",
+        ) from error
 
 
 def read_runs(path: Union[str, Path]) -> List[Dict[str, Any]]:

@@ -20,7 +20,7 @@ import numpy as np
 from opacus_ext.accountants.solver import checked
 from opacus_ext.data.sampling import Poisson
 from opacus_ext.planner.budget import MOST_EPSILON, Budget, HopelessError, Range
-from opacus_ext.planner.loss_model import RULE, LossModel, compute
+from opacus_ext.planner.loss_model import MOST_LOSS, RULE, LossModel, compute
 from opacus_ext.planner.noise import advantage, noise_grid, noise_of, verified_noise
 from opacus_ext.progress import progress
 from opacus_ext.refused import Refused
@@ -359,6 +359,23 @@ class Candidates:
                 parameter="steps",
                 remedy="Allow fewer steps, or measure longer.",
             )
+        if law.formula is not None:
+            told = law.formula(
+                trained, self.batch_size[:, None], self.steps, self.ratio
+            )
+            told = np.where(within & np.isfinite(told), told, np.inf)
+            i, j, k = np.unravel_index(told.argmin(), told.shape)
+            if np.isfinite(told[i, j, k]):
+                raise HopelessError(
+                    f"Nothing can be learned with this budget: by the {law.name} the "
+                    f"best configuration, {self.parameters[i]:g} parameters with a "
+                    f"noise-batch ratio of {self.ratio[j, k]:.2g}, has a loss of "
+                    f"{told[i, j, k]:.3g}, and a model that knows nothing has "
+                    f"{MOST_LOSS:.3g}.",
+                    parameter="parameters",
+                    remedy="That much noise allows smaller models; or allow more "
+                    "epsilon, users or larger batches.",
+                )
         raise HopelessError(
             f"Nothing can be learned with this budget, by the {law.name}: "
             f"epsilon={budget.epsilon:g} with {budget.users:g} users leaves a "
@@ -533,7 +550,8 @@ class Candidates:
     def not_private(self, flops: Optional[float] = None) -> Optional[Dict[str, Any]]:
         """
         The best configuration of training without noise, of this compute and physical
-        batches of the measurements, as in the paper; None if the law has none.
+        batches of the measurements, as in the paper; None if the law has none. Of the
+        paper's law it is the formula at ratio 0: none of its rows was without noise.
         """
         batch = self.law.batch_size
         flops, _ = self._within(flops)

@@ -55,7 +55,8 @@ class Surface:
         log_loss: ``[sizes, steps, ratios]``
         best_rate: learning rate of the lowest loss there; nan where unknown
         measured_to: last measured steps of the curves, ``[sizes, ratios]``
-        warnings: for people: curves that were continued in an odd way
+        warnings: for people: curves that were continued in an odd way, or interpolated
+        interpolated: sizes and ratios that nothing was measured of
 
     Example:
         >>> from opacus_ext.planner.measurements import Measurements
@@ -75,6 +76,7 @@ class Surface:
     best_rate: np.ndarray
     measured_to: np.ndarray
     warnings: Tuple[str, ...] = ()
+    interpolated: Tuple[Cell, ...] = ()
 
     @classmethod
     def fit(
@@ -95,7 +97,9 @@ class Surface:
         3. Isotonic regression: loss does not rise with steps. At each size, ratio and
            number of steps, the learning rate of the lowest loss is used, or the lowest
            loss so far, if the runs of its learning rate were shorter.
-        4. Isotonic regression: loss does not fall with the ratio.
+        4. Isotonic regression: loss does not fall with the ratio. A ratio that a size
+           lacks, between two that it has, is interpolated and listed, if it may lack
+           some.
         5. Curves shorter than the grid follow L = exp(m log T + b) + E with m <= 0 and
            E >= 0, fitted for each size and ratio to the steps from ``fit_from`` on,
            never above their last value, and again made not to fall with the ratio.
@@ -119,11 +123,17 @@ class Surface:
         checked("fit_from", fit_from, at_least=0)
         curves = best_curves(measurements, min_steps, window, falling=True)
         sizes, ratios = (np.unique([cell[i] for cell in curves]) for i in (0, 1))
+        holes = tuple(cell for cell in product(sizes, ratios) if cell not in curves)
+        allowed = measurements.may_lack_ratios
+        curves |= {cell: _between(curves, cell, allowed) for cell in holes}
         grid = _grid_of_steps(curves, steps_to)
         measured_to = np.empty((len(sizes), len(ratios)))
         log_loss = np.empty((len(sizes), len(grid), len(ratios)))
         rate = np.empty_like(log_loss)
         odd: Dict[str, List[str]] = {}
+        if holes:
+            cells = [f"parameters {size:g}, ratio {ratio:g}" for size, ratio in holes]
+            odd["not measured, interpolated between other ratios."] = cells
         for i, size in enumerate(sizes):
             of_size = [curves[size, r] for r in ratios]
             measured_to[i] = [curve.steps[-1] for curve in of_size]
@@ -158,7 +168,7 @@ class Surface:
             f"{len(of)} curve{'s' * (len(of) > 1)}: {note} ({'; '.join(of)})"
             for note, of in odd.items()
         )
-        return cls(sizes, grid, ratios, log_loss, rate, measured_to, warnings)
+        return cls(sizes, grid, ratios, log_loss, rate, measured_to, warnings, holes)
 
     @property
     def ranges(self) -> Dict[str, Tuple[float, float]]:
@@ -486,7 +496,9 @@ def best_curves(
     best = {}
     sizes, ratios = (sorted({cell[i] for cell in of_cell}) for i in (0, 1))
     for cell in product(sizes, ratios):
-        curves = of_cell.get(cell)
+        if cell not in of_cell:
+            continue
+        curves = of_cell[cell]
         if not curves:
             raise Refused(
                 f"Nothing was measured at parameters {cell[0]:g} with ratio "
@@ -511,6 +523,27 @@ def best_curves(
             loss[order], rate[order] = lowest, rate[order][np.maximum.accumulate(held)]
         best[cell] = Curve(steps[order], loss[order], rate[order])
     return best
+
+
+def _between(curves: Mapping[Cell, Curve], cell: Cell, allowed: bool) -> Curve:
+    """The curve of a ratio that a size lacks, between two that it has."""
+    size, ratio = cell
+    ratios = [r for m, r in curves if m == size]
+    below = max((r for r in ratios if r < ratio), default=None)
+    above = min((r for r in ratios if r > ratio), default=None)
+    if not allowed or below is None or above is None:
+        raise Refused(
+            f"Nothing was measured at parameters {size:g} with ratio {ratio:g}.",
+            remedy="Measure there, or leave out the size or the ratio.",
+        )
+    low, high = curves[size, below], curves[size, above]
+    steps, of_low, of_high = np.intersect1d(low.steps, high.steps, return_indices=True)
+    # As the surface: linear in the ratio from 0 on, else in its log.
+    share = ratio / above
+    if below:
+        share = math.log(ratio / below) / math.log(above / below)
+    loss = low.loss[of_low] ** (1 - share) * high.loss[of_high] ** share
+    return Curve(steps, loss, high.rate[of_high])
 
 
 def _isotonic(loss: np.ndarray, increasing: bool = True) -> np.ndarray:

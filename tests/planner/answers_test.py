@@ -13,9 +13,12 @@ import numpy as np
 import pytest
 
 from opacus_ext.planner import Budget, Candidates, LossModel, Measurements, noise_free
+from opacus_ext.planner.budget import HopelessError
 from opacus_ext.planner.laws import PAPER as LAW
+from opacus_ext.planner.laws import chinchilla
 from opacus_ext.planner.loss_model import ERRORS, MEASURED, PAPER, RULE, compute
 from opacus_ext.planner.noise import noise_of
+from opacus_ext.planner.optimum import compute_optimal
 from opacus_ext.refused import Refused
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
@@ -108,6 +111,38 @@ def test_tokens_for_each_parameter_grow_less_with_more_epsilon():
             x, y = np.log([(p.flops, p.tokens_per_parameter) for p in plans]).T
             slopes.append(np.polyfit(x, y, 1)[0])
         assert slopes[-1] < slopes[0] and max(np.diff(slopes)) < 0.022
+
+
+@pytest.mark.parametrize("flops", [1e17, 1e19])
+def test_models_are_smaller_than_without_privacy(flops):
+    """Section 4.1. Without noise the law is Chinchilla's, whose optimum is known."""
+    of = LAW.parameters
+    constants = {name: of[name] for name in ("E", "A", "a", "b")}
+    free = chinchilla.of(B=of["B"] * 512 ** of["b"], **constants)
+    optimum = compute_optimal(flops, free)
+    table = Candidates(Budget(1e7, 4), LossModel.of_paper())
+    found, plan = table.not_private(flops), table.best(flops)
+    assert found["parameters"] == pytest.approx(optimum.parameters, rel=0.1)
+    assert found["batch_size"] == 1024
+    assert found["loss"] == pytest.approx(optimum.loss, rel=0.01)
+    assert found["parameters"] / plan.parameters > 3.5 and found["loss"] < plan.loss
+
+
+def test_baselines_of_section_4_4():
+    """As the docs say them; and what a plan says of the largest."""
+    rows = {(x.name, x.epsilon): x for x in planner_laws.baselines()}
+    for name, losses, saved in (
+        ("BertLarge", (34.3, 29.7, 23.0, 13.2), [math.nan] * 4),
+        ("BertMedium", (3.98, 3.61, 3.31, 3.11), (2.7, 1.6, 1.1, 1.0)),
+        ("BertTiny", (5.22, 5.15, 5.13, 5.12), (34.9, 45.3, 69.8, 166.0)),
+    ):
+        found = [rows[name, epsilon] for epsilon in planner_laws.EPSILONS]
+        assert [x.loss for x in found] == pytest.approx(losses, rel=5e-3)
+        assert [x.saved for x in found] == pytest.approx(saved, rel=0.05, nan_ok=True)
+    size, batch, steps = planner_laws.BASELINES["BertLarge"]
+    one = dict(parameters=(size,) * 2, batch_size=(batch,) * 2, steps=(steps,) * 2)
+    with pytest.raises(HopelessError, match="has a loss of 13.2, and a model that kno"):
+        Candidates(Budget(1e7, 64, **one), LossModel.of_paper()).best()
 
 
 def test_a_rule_of_thumb_gives_no_loss():

@@ -5,6 +5,7 @@ import re
 import resource
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -126,12 +127,88 @@ def test_fit_a_law_of_training_without_privacy(capsys, tmp_path):
         for tokens in (1e9, 1e10, 1e11):
             loss = float(CHINCHILLA.predict(parameters=size, tokens=tokens))
             lines.append(f"{size},{6 * size * tokens},{loss!r},red")
+    # Of fewest tokens a parameter, and of another law: to be dropped.
+    lines += ["3e9,18e18,9", "3e9,36e18,1"]
     path = tmp_path / "runs.csv"
     path.write_text("\n".join(lines))
     args = f"fit {path} --law chinchilla --json"
-    found = strict(output_of(capsys, args))
+    found = strict(output_of(capsys, f"{args} --drop 2"))
     assert found["E"] == pytest.approx(1.69, rel=1e-3) and found["rows"] == 12
     assert 0 < found["mean error"] <= found["worst error"] < 1e-3
+    assert strict(output_of(capsys, args))["rows"] == 14
+    path.write_text("loss,tokens\n3,4\n2,9\n")
+    with pytest.raises(SystemExit):
+        main(f"fit {path} --law kaplan_tokens --drop 1".split())
+    assert "no columns parameters and tokens" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(not os.environ.get("CHINCHILLA"), reason="svg_extracted_data.csv")
+def test_fit_of_chinchilla_without_five_runs(capsys):
+    """The constants and objective of the 240 runs of Hoffmann et al.'s figure."""
+    args = f"fit {os.environ['CHINCHILLA']} --law chinchilla --drop 5 --json"
+    found = strict(output_of(capsys, args))
+    assert found["rows"] == 240
+    assert found["objective"] == pytest.approx(0.00101827, abs=1e-8)
+    refit = dict(E=1.8172, A=477.7, B=2142, a=0.3473, b=0.3671)
+    for name, value in refit.items():
+        assert found[name] == pytest.approx(value, rel=1e-3)
+
+
+def test_optimal(capsys):
+    rows = strict(output_of(capsys, "optimal --flops 1e19,1e21 --json"))
+    assert [row["flops"] for row in rows] == [1e19] * 4 + [1e21] * 4
+    for row in rows[1:4] + rows[5:]:
+        spent = 6 * row["parameters"] * row["tokens"]
+        assert spent == pytest.approx(row["flops"])
+    assert "Chinchilla, refit" in output_of(capsys, "optimal --flops 1e19")
+
+
+def of_authors(size, steps, ratio):
+    """A law like the paper's, from which a file like its authors' is made."""
+    harm = ratio and 2 * ratio**0.2
+    return 1.5 + 2e3 * size**-0.47 + 1e2 * (1024 * steps) ** -0.4 + harm
+
+
+def test_results_csv_of_the_authors(capsys, tmp_path):
+    """
+    As it is: models by name, three learning rates, warm-up and runs without noise.
+    Losses of the worse rates and of the first 1,000 steps would spoil the fit.
+    """
+    sizes = dict(BertTiny=4.5e6, BertSmall=29e6, BertMega=778e6)
+    cells = product(sizes, (2**-7, 2**-8, 2**-9), (0.0, 2**-20, 2**-14, 2**-8))
+    lines = ["Model,Learning Rate,Iterations,Noise Batch Ratio,Cross Entropy"]
+    for name, rate, ratio in cells:
+        for steps in (*range(100, 1000, 100), *range(1000, 128_001, 1000)):
+            loss = of_authors(sizes[name], steps, ratio) * (1 + 20 * abs(rate - 2**-8))
+            loss = loss if steps >= 1000 else 0.01
+            lines.append(f"{name},{rate},{steps},{ratio},{loss!r}")
+    path = tmp_path / "results.csv"
+    path.write_text("\n".join(lines))
+    found = strict(output_of(capsys, f"fit {path} --json"))
+    assert found["runs"] == 36 and found["parameters"] == [4.5e6, 778e6]
+    assert found["measured_steps"] == [1000, 128_000]
+    assert found["ratio"] == [0, 2**-8]
+    assert found["first quarter continued"]["mean error"] < 0.05
+    args = f"plan --measurements {path} --users 1e7 --epsilon 4 --flops 1e19 --json"
+    args += " --batch-size 1e4:2e4"
+    plan = strict(output_of(capsys, f"{args} --parameters 29e6 --steps 4e3:6e3"))[
+        "plans"
+    ][0]
+    at = plan["parameters"], plan["steps"], plan["ratio"]
+    assert plan["budget"]["tokens"] == 512 and plan["budget"]["delta"] == 1e-8
+    assert plan["loss"] == pytest.approx(of_authors(*at), rel=0.05)
+    assert plan["learning_rate"] == 2**-8
+    free = plan["not_private"]
+    told = of_authors(29e6, free["steps"], 0)
+    assert free["batch_size"] == 1024 and free["loss"] == pytest.approx(told, rel=0.05)
+    for lines[1], said in (
+        ("BertHuge,0.1,1000,0,3", "models of unknown size: BertHuge"),
+        ("BertTiny,0.1,1000,0,", "column Cross Entropy: could not"),
+    ):
+        path.write_text("\n".join(lines))
+        with pytest.raises(SystemExit):
+            main(["fit", str(path)])
+        assert said in capsys.readouterr().err
 
 
 def layer():
@@ -219,6 +296,9 @@ measure --out x --text no-such-text | no-such-text
 {RECORDS} 1000 --epsilon 500 --steps 1000 --batch-size 1000 | too extreme
 {RECORDS} 1e12 --epsilon 4 --steps 10 --batch-size 1 | too extreme
 fit example --law murphy | 'murphy' is none of
+fit example --law L2 --drop 3 | --drop is for laws without noise
+optimal | required: --flops
+optimal --flops 0 | --flops: '0' is not a number, above 0
 fit example --hold-out size=3 | --hold-out: 'size=3' is not
 statement no-such-checkpoint | no-such-checkpoint
 """

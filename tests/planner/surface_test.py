@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.optimize import curve_fit
 
+from opacus_ext import Refused
 from opacus_ext.planner import Budget, Candidates, LossModel, laws
 from opacus_ext.planner.measurements import Measurements
 from opacus_ext.planner.surface import Surface, continued, extrapolate, hold_out
@@ -258,6 +259,27 @@ def test_ratios_between_zero_and_the_lowest(paper):
     assert np.isnan(without.loss(*at, 0, outside="nan"))
     alone = Surface.fit(paper.select(paper.ratio == 0), window=1)
     assert alone.loss(*at, 0) == surface.loss(*at, 0)
+
+
+def test_ratios_that_a_size_lacks(paper):
+    """Between two that it has: as the law to 3 %, and told; else refused."""
+    lacking = [(778e6, 2.0**-12), (4.5e6, 2.0**-23)]
+    m = replace(paper, may_lack_ratios=True)
+    for size, ratio in lacking:
+        m = m.select((m.parameters != size) | (m.ratio != ratio))
+    surface = Surface.fit(m, window=1)
+    assert {*surface.interpolated} == {*lacking}
+    assert surface.warnings[0].startswith("2 curves: not measured, interpolated")
+    for size, ratio in lacking:
+        told = surface.loss(size, [1000, 9000, 128_000], ratio)
+        assert told == pytest.approx(
+            truth(size, [1000, 9000, 128_000], ratio), rel=0.03
+        )
+    assert "and 2 more interpolated" in LossModel.of_measurements(m, "runs").source
+    end = m.select((m.parameters != 29e6) | (m.ratio != 2.0**-6))
+    for refused in (replace(m, may_lack_ratios=False), end):
+        with pytest.raises(Refused, match="Nothing was measured at parameters"):
+            Surface.fit(refused, window=1)
 
 
 def test_runs_read_at_different_steps():

@@ -1,4 +1,4 @@
-"""``opacus-ext fit``, ``measure`` and ``calibrate``."""
+"""``opacus-ext fit``, ``measure``, ``calibrate`` and ``optimal``."""
 
 from __future__ import annotations
 
@@ -6,10 +6,13 @@ import argparse
 from itertools import product
 from typing import Any, Dict, Sequence, Tuple
 
+import numpy as np
+
 from opacus_ext.accountants.calibration import calibrate as calibrated
 from opacus_ext.planner.commands.output import print_result
 from opacus_ext.planner.laws import LAWS, Law, private_rows
 from opacus_ext.planner.measurements import EXAMPLE, Measurements, read_table
+from opacus_ext.planner.optimum import optima
 from opacus_ext.planner.surface import (
     HoldOut,
     Surface,
@@ -78,6 +81,8 @@ def measure(args: argparse.Namespace) -> int:
 def fit(args: argparse.Namespace) -> int:
     """Fits a law to measurements, and predicts what was held out."""
     name = PRIVATE_LAWS.get(args.law, args.law)
+    if args.drop and (name == "surface" or name in PRIVATE_LAWS.values()):
+        raise Refused("--drop is for laws without noise.", parameter="--drop")
     if name == "surface":
         result = _fit_surface(read_measurements(args.measurements), args.hold_out)
     elif name not in LAWS:
@@ -87,7 +92,7 @@ def fit(args: argparse.Namespace) -> int:
         raise Refused("--hold-out is for --law surface.", parameter="--hold-out")
     else:
         law = LAWS[name]
-        loss, inputs = _rows(args.measurements, law)
+        loss, inputs = _rows(args.measurements, law, args.drop or 0)
         found = law.fit(loss, **inputs)
         error = abs(found.predict(**inputs) / loss - 1)
         result = dict(law=name, rows=found.rows, objective=found.objective)
@@ -97,8 +102,23 @@ def fit(args: argparse.Namespace) -> int:
     return 0
 
 
-def _rows(path: str, law: Law) -> Tuple[Any, Dict[str, Any]]:
-    """A law's target and inputs; of tables, by their names or Chinchilla's data's."""
+def optimal(args: argparse.Namespace) -> int:
+    """Prints the best size and tokens for a compute by each published law."""
+    rows = []
+    for flops in args.flops:
+        for law, best in optima(flops).items():
+            row = {name: float(value) for name, value in best._asdict().items()}
+            row["tokens_per_parameter"] = row["tokens"] / row["parameters"]
+            rows.append({"flops": flops, "law": law, **row})
+    print_result(rows, args.json)
+    return 0
+
+
+def _rows(path: str, law: Law, drop: int = 0) -> Tuple[Any, Dict[str, Any]]:
+    """
+    A law's target and inputs; of tables, by their names or Chinchilla's data's, without
+    the runs of fewest tokens a parameter to be dropped.
+    """
     if "ratio" in law.inputs:
         return private_rows(read_measurements(path))
     aliases = {"Model Size": "parameters", "Training FLOP": "flops"}
@@ -112,7 +132,21 @@ def _rows(path: str, law: Law) -> Tuple[Any, Dict[str, Any]]:
             parameter="measurements",
             remedy=f"{law.name} needs {law.target} and {', '.join(law.inputs)}.",
         )
-    return table[law.target], {name: table[name] for name in law.inputs}
+    kept = slice(None)
+    if drop:
+        kept = _all_but_fewest_tokens(path, table, drop)
+    return table[law.target][kept], {name: table[name][kept] for name in law.inputs}
+
+
+def _all_but_fewest_tokens(path: str, table: Dict[str, Any], drop: int) -> Any:
+    """The rows of a table but for those of fewest tokens a parameter."""
+    if not {"parameters", "tokens"} <= table.keys():
+        raise Refused(
+            f"{path} has no columns parameters and tokens, by which runs are dropped.",
+            parameter="--drop",
+            remedy="Fit without --drop.",
+        )
+    return np.sort(np.argsort(table["tokens"] / table["parameters"])[drop:])
 
 
 def read_measurements(name: str) -> Measurements:

@@ -20,6 +20,7 @@ EPILOG = {
   opacus-ext calibrate --users 1e6 --epsilon 1,4,16 --batch-size 4096 --steps 10000
   opacus-ext measure --text input.txt --out runs.jsonl
   opacus-ext fit runs.jsonl
+  opacus-ext optimal --flops 1e19,1e21
   opacus-ext check ./my-checkpoint
   opacus-ext audit ./my-checkpoint
   opacus-ext statement run.pt
@@ -54,7 +55,13 @@ Stopped, the same command goes on. The runs are not private in the text.""",
   opacus-ext fit example
   opacus-ext fit runs.jsonl --hold-out parameters=366336 --hold-out ratio=0.0625
   opacus-ext fit runs.jsonl --law L2
-  opacus-ext fit chinchilla.csv --law chinchilla""",
+  opacus-ext fit results.csv                    of the authors of the paper
+  opacus-ext fit chinchilla.csv --law chinchilla --drop 5""",
+    "optimal": """examples:
+  opacus-ext optimal --flops 1e19,1e21
+
+Training without privacy, by the published laws of Kaplan et al. and of Hoffmann et al.
+(Chinchilla); "plan" is for private training.""",
     "check": """examples:
   opacus-ext check ./my-checkpoint              a folder of transformers
   opacus-ext check my_package.my_module:case    returns model, batch, loss_fn
@@ -79,6 +86,7 @@ COMMANDS = {
     "calibrate": ("fit", "noise for a privacy budget"),
     "measure": ("fit", "train a grid of small models with noise"),
     "fit": ("fit", "fit a scaling law to measurements"),
+    "optimal": ("fit", "best size and tokens without privacy, by published laws"),
     "check": ("check", "compare per-sample gradients with autograd"),
     "audit": ("check", "attack private training, and compare with what it claims"),
     "statement": ("check", "the privacy statement of a checkpoint"),
@@ -141,6 +149,11 @@ noise-batch ratios, 0 for noise-free
 measurements           text              ; of "measure", a table (CSV), or "example"
 --law=surface          text              ; surface, L1, L2 or one of planner.laws
 --hold-out[NAME=VALUE] hold-out          ; parameters, ratio or steps, to be predicted
+--drop                 whole 1           ; leaves out so many runs of fewest tokens a \
+parameter
+""",
+    "optimal": """
+--flops!               numbers >0        ; C; lists
 """,
     "check": """
 target                 text              ; a folder of transformers, or module:function
