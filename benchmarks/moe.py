@@ -545,7 +545,7 @@ def plot(results: Dict[str, List[Row]], path: str) -> None:
                     axes.set_xticks(list(ratios), list(ratios))
             axes.axhline(1, color="gray", linewidth=0.8)
             axes.set(xlabel="experts", yscale="log", ylabel=f"ratio to {BASELINE}")
-            ticks = [1, 1.5, 2, 3, 5, 10, 20]
+            ticks = [1, 1.5, 2, 3, 5, 10, 20, 50]
             axes.set_yticks(ticks, ticks)
             axes.minorticks_off()
     handles, labels = grid[0, 0].get_legend_handles_labels()
