@@ -79,29 +79,62 @@ def trained() -> str:
     return written(("", "epsilon 5", "epsilon 8", "epsilon 10"), body)
 
 
+def mixtures() -> Dict[Any, str]:
+    """
+    Mixtures of experts: "ghost_bk" to non-private, by section, model, experts and load;
+    tokens gathered / padded / padded by sample, where these were measured.
+    """
+    found: Dict[Any, List[str]] = {}
+    for row in rows_of("moe-cpu.jsonl"):
+        if row["section"] in ("time", "memory") and "ghost_bk" in row["mode"]:
+            key = row["section"], row["model"], row["experts"], row["load"]
+            found.setdefault(key, []).append(f"{row['ratio']:.2f}")
+    return {key: " / ".join(ratios) for key, ratios in found.items()}
+
+
+def mixtures_measured() -> str:
+    """When, where and on what."""
+    machine, row, *_ = rows_of("moe-cpu.jsonl")
+    form = "torch {torch}, {threads} thread, {device}, load average {load_average:.1f}"
+    said = f"Measured on {machine['date']} ({form.format(**machine)})"
+    note = machine.get("note", "")
+    return f"{said} with B {row['batch']}, T {row['length']}. {note}".strip()
+
+
 def experts() -> str:
-    """Mixtures of experts: "ghost_bk" to non-private, tokens gathered or padded."""
-    rows = [row for row in rows_of("moe-cpu.jsonl") if row.get("mode")]
-
-    def ratio(section: str, model: str, count: int, load: str) -> str:
-        found = {
-            row["mode"]: row["ratio"]
-            for row in rows
-            if (row["section"], row["model"], row.get("experts"), row["load"])
-            == (section, model, count, load)
-        }
-        modes = ("ghost_bk gathered", "ghost_bk padded")
-        return " / ".join(f"{found[mode]:.2f}" for mode in modes)
-
+    """Time and memory by the number of experts and the load."""
+    found = mixtures()
     cells = [(s, m) for m in ("stacked", "modules") for s in ("time", "memory")]
+    loads = list(dict.fromkeys(load for *_, load in found))
     body = [
-        (n if load == "even" else "", load, *(ratio(s, m, n, load) for s, m in cells))
-        for n in (4, 16, 64)
-        for load in ("even", "zipf 1", "own")
+        (
+            n if load == loads[0] else "",
+            load,
+            *(found.get((s, m, n, load), "-") for s, m in cells),
+        )
+        for n in sorted({count for *_, count, _ in found})
+        for load in loads
     ]
     heads = ("stacked: time", "stacked: memory")
     heads += ("in modules: time", "in modules: memory")
-    return written(("experts", "load", *heads), body)
+    table = written(("experts", "load", *heads), body)
+    return f"{table}\n\n{mixtures_measured()}"
+
+
+def experts_cost() -> str:
+    """Time with most experts, by load."""
+    found = mixtures()
+    most = max(count for *_, count, _ in found)
+    times = [
+        f"{load}: {ratios}"
+        for (section, model, count, load), ratios in found.items()
+        if (section, model, count) == ("time", "stacked", most)
+    ]
+    return (
+        f'Time of a "ghost_bk" step with {most} experts to that of a non-private one, '
+        "gathered / padded over the batch / padded by sample, by load: "
+        f"{'; '.join(times)}. {mixtures_measured()}"
+    )
 
 
 def long_sequences() -> str:
@@ -289,6 +322,7 @@ TABLES: Dict[str, Callable[[], str]] = {
     "speed-peers": lambda: speed_table("peers"),
     "speed-readme": speed_of_readme,
     "experts": experts,
+    "experts-cost": experts_cost,
     "long-sequences": long_sequences,
     "gpu": gpu,
     "h100": h100,

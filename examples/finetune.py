@@ -3,7 +3,7 @@
     python -m examples.finetune --model google/switch-base-8 --task sst2 --data SST-2
     python -m examples.finetune --model path/to/a/switch --task mnli --data MNLI
     python -m examples.finetune --non-private --model ... --task sst2 --data SST-2
-    python -m examples.finetune --scratch --task sst2 --data SST-2
+    python -m examples.finetune --scratch --task mnli --data MNLI
 
 The experiment of the paper "DP mixture of experts", with its settings: epsilon 8,
 delta 1/N, batches of 1024 by Poisson sampling, 20 epochs, AdamW with learning rate 5e-4

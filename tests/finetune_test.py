@@ -79,10 +79,14 @@ def folder(tmp_path_factory):
     sst2 = [("a good film", 1), ("the plot is bad", 0), ("not bad", 1), ("bad", 0)]
     rows = [f"{text}\t{label}" for text, label in 6 * sst2]
     nli = TASKS["mnli"].classes
-    pairs = [f"a film\tthe plot is good\t{nli[i % 3]}" for i in range(12)]
+    # As GLUE has them: quotes that nothing closes, and a row without an agreement.
+    pair = "{i}\t31193n\tfiction\ta \"film\tthe plot' is good\tneutral\t{label}"
+    labels = [nli[i % 3] for i in range(12)] + ["-"]
+    pairs = [pair.format(i=i, label=label) for i, label in enumerate(labels)]
+    columns = "index promptID genre sentence1 sentence2 label1 gold_label".split()
     for task, header, lines in (
         ("sst2", "sentence\tlabel", rows),
-        ("mnli", "sentence1\tsentence2\tgold_label", pairs),
+        ("mnli", "\t".join(columns), pairs),
     ):
         (path / task).mkdir()
         for name in (TASKS[task].train, TASKS[task].dev):
@@ -200,6 +204,15 @@ def test_private(folder):
     assert 7.5 < found["epsilon_spent"] <= 8.0
     assert 0 <= found["accuracy"] <= 100
     assert found["majority"] == pytest.approx(100 / 3)
+
+
+def test_mnli_from_its_files_alone(folder):
+    """A model from scratch asks no hub for its tokenizer or weights."""
+    small = "--scratch --width 8 --heads 2 --experts 2 --buckets 50 --random-steps 9"
+    with patch.object(finetune.AutoTokenizer, "from_pretrained", None):
+        found = run(folder, *small.split(), task="mnli")
+    assert (found["task"], found["rows"], found["dev_rows"]) == ("mnli", 12, 12)
+    assert found["steps"] == 4 and 0 <= found["accuracy"] <= 100
 
 
 def test_non_private_learns_and_is_saved(folder, tmp_path):

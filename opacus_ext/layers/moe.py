@@ -9,7 +9,8 @@ counted in each sequence, and the balancing loss is a sum of one term per sample
 from __future__ import annotations
 
 import math
-from typing import Any, Callable, Dict, List, Optional
+from fractions import Fraction
+from typing import Any, Callable, Dict, List, Optional, Tuple
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +22,9 @@ from opacus_ext.grad_sample.rules.experts import experts_interface
 from opacus_ext.refused import Refused
 
 T = torch.Tensor
+#: How the tokens of all samples are sent to the experts: a product for each expert, or
+#: one of all experts, for which the tokens of each are padded to the most that one has.
+DISPATCHES = ("gathered", "padded")
 
 
 class Experts(nn.Module):
@@ -34,10 +38,15 @@ class Experts(nn.Module):
         gated: ``activation(gate x) * (up x)`` inside, instead of ``activation(up x)``
         bias: whether the linear maps have one
         activation: applied inside an expert
+        dispatch: one of :data:`DISPATCHES`, which compute the same
+
+    Raises:
+        Refused: if dispatch is neither of them
     """
 
     has_post_expert_norm = is_transposed = False
     is_concatenated = True
+    dispatch = "gathered"
 
     def __init__(
         self,
@@ -47,8 +56,15 @@ class Experts(nn.Module):
         gated: bool = False,
         bias: bool = False,
         activation: Callable[[T], T] = F.gelu,
+        dispatch: str = "gathered",
     ):
         super().__init__()
+        if dispatch not in DISPATCHES:
+            raise Refused(
+                f"dispatch must be one of {DISPATCHES}, got {dispatch!r}.",
+                parameter="dispatch",
+            )
+        self.dispatch = dispatch
         self.num_experts, self.has_gate, self.has_bias = num_experts, gated, bias
         self.act_fn = activation
         name, inner = ("gate_up_proj", 2 * hidden) if gated else ("up_proj", hidden)
@@ -155,6 +171,8 @@ class _FeedForward(nn.Module):
     # Attributes that a forward sets for what is around it, and that it never reads.
     transient = ("balancing", "chosen")
     capacity: Optional[int] = None
+    # The share of a sequence's tokens that an expert takes: numerator and denominator.
+    share: Optional[Tuple[int, int]] = None
 
     def __init__(self, width: int, experts: Experts, top_k: int):
         super().__init__()
@@ -181,6 +199,14 @@ class _FeedForward(nn.Module):
         """Weights of experts with probabilities ``[B, T, choices]``."""
         return chosen
 
+    def bound(self, index: T) -> T | int | None:
+        """Most tokens of a sequence that an expert takes; by sequence ``[B, 1, 1]``."""
+        if self.share is None:
+            return self.capacity
+        tokens = (index[..., :1] < self.experts.num_experts).sum(1, keepdim=True)
+        numerator, denominator = self.share
+        return -(-tokens * numerator // denominator)  # rounded up
+
     def run(self, x: T, index: T, weights: T) -> T:
         """Sends ``x`` through the experts ``index`` ``[B, T, choices]``."""
         return self.experts(x, index, weights.to(x))
@@ -199,9 +225,10 @@ class _FeedForward(nn.Module):
         forgets(self)
         self.chosen = index
         self.balancing = balancing_loss(probabilities, index, mask)
-        if self.capacity is not None:
+        bound = self.bound(index)
+        if bound is not None:
             place = F.one_hot(index[..., 0], size + 1).cumsum(dim=1).gather(2, index)
-            index = index.masked_fill(place > self.capacity, size)
+            index = index.masked_fill(place > bound, size)
         return self.run(x, index, self.weigh(chosen))
 
 
@@ -216,9 +243,15 @@ class SwitchFeedForward(_FeedForward):
         capacity: most tokens of one sequence that an expert takes; the later ones are
             dropped (their output is zero). None: no bound. It is counted in each
             sequence: counted over the batch, one sample would drop another's tokens
+        capacity_factor: the same as a share, ``capacity_factor * tokens / num_experts``
+            rounded up, of the tokens that the sequence has, without masked ones
+        dispatch: "gathered" for one product for each expert, or "padded" for one of all
+            of them, padded to the most tokens that one expert gets of the batch. Both
+            compute the same; neither drops a token because of other samples
 
     Raises:
-        Refused: if capacity is out of range
+        Refused: if capacity, capacity_factor or dispatch is out of range, or if both
+            bounds are given
 
     Source:
         Fedus, Zoph, Shazeer 2022, as in DP mixture of experts.
@@ -231,17 +264,43 @@ class SwitchFeedForward(_FeedForward):
     """
 
     def __init__(
-        self, width: int, hidden: int, num_experts: int, capacity: Optional[int] = None
+        self,
+        width: int,
+        hidden: int,
+        num_experts: int,
+        capacity: Optional[int] = None,
+        capacity_factor: Optional[float] = None,
+        dispatch: str = "gathered",
     ):
-        super().__init__(
-            width, Experts(width, hidden, num_experts, activation=F.relu), 1
+        experts = Experts(
+            width, hidden, num_experts, activation=F.relu, dispatch=dispatch
         )
+        super().__init__(width, experts, 1)
         if capacity is not None and capacity < 1:
             raise Refused(
                 f"capacity must be positive or None, got {capacity}.",
                 parameter="capacity",
             )
         self.capacity = capacity
+        if capacity_factor is None:
+            return
+        if capacity is not None:
+            raise Refused(
+                f"capacity={capacity} and capacity_factor={capacity_factor} are both "
+                "given.",
+                parameter="capacity_factor",
+                remedy="Give one of them.",
+            )
+        if not capacity_factor >= 1e-6:
+            raise Refused(
+                f"capacity_factor must be 1e-6 or more, or None, got "
+                f"{capacity_factor}.",
+                parameter="capacity_factor",
+            )
+        # A fraction: in floating point 1.1 * 50 is above 55.
+        factor = Fraction(min(capacity_factor, num_experts)).limit_denominator(10**6)
+        share = factor / num_experts
+        self.share = share.numerator, share.denominator
 
 
 class TopKFeedForward(_FeedForward):
@@ -254,9 +313,10 @@ class TopKFeedForward(_FeedForward):
         hidden: features inside an expert
         num_experts: number of experts
         top_k: number of experts for each token
+        dispatch: see :class:`SwitchFeedForward`
 
     Raises:
-        Refused: if top_k is out of range
+        Refused: if top_k or dispatch is out of range
 
     Example:
         >>> import torch
@@ -265,8 +325,17 @@ class TopKFeedForward(_FeedForward):
         torch.Size([2, 5, 8])
     """
 
-    def __init__(self, width: int, hidden: int, num_experts: int, top_k: int = 2):
-        experts = Experts(width, hidden, num_experts, gated=True, activation=F.silu)
+    def __init__(
+        self,
+        width: int,
+        hidden: int,
+        num_experts: int,
+        top_k: int = 2,
+        dispatch: str = "gathered",
+    ):
+        experts = Experts(
+            width, hidden, num_experts, True, activation=F.silu, dispatch=dispatch
+        )
         super().__init__(width, experts, top_k)
 
     def weigh(self, chosen: T) -> T:

@@ -4,7 +4,8 @@ The place of a row is ``sample * size + index``, where ``size`` is the number of
 indices; the experts of a mixture are places, too. How many rows a place has depends on
 the data, so a compiler can't look inside these ops: it knows shapes and derivatives.
 
-- ``grouped_linear``: ``x[t] @ weight[places[t]]``, see rules/experts.py
+- ``grouped_linear``: ``x[t] @ weight[places[t]]``, see rules/experts.py; by a product
+  for each place, or by one of all places, padded to the most rows that one has
 - ``sum_by_place``: for each place the sum over its rows of ``left[t] (x) right[t]``,
   ``[count, left, right]``
 - ``square_by_place``: the squared norm of such a sum, and what rounding may change,
@@ -149,7 +150,8 @@ _ops = torch.ops.opacus_ext
 _tag = getattr(torch.Tag, "cudagraph_unsafe", None)
 _tags = () if _tag is None else (_tag,)
 for _schema in (
-    "grouped_linear(Tensor x, Tensor places, Tensor weight, bool transposed=False)",
+    "grouped_linear(Tensor x, Tensor places, Tensor weight, bool transposed=False, "
+    "bool padded=False)",
     "sum_by_place(Tensor left, Tensor right, Tensor places, SymInt count)",
     "square_by_place(Tensor[] dense, Tensor places, SymInt count)",
 ):
@@ -176,22 +178,48 @@ def _products(
     places: T,
     weight: T,
     transposed: bool = False,
+    padded: bool = False,
 ) -> T:
     if transposed:
         weight = weight.mT
-    order = places.argsort(stable=True)
-    counts = torch.bincount(places, minlength=len(weight)).tolist()
-    inputs = inputs.index_select(0, order)
-    outputs = inputs.new_empty(len(inputs), weight.shape[2])
+    size = len(weight)
+    counts = torch.bincount(places, minlength=size)[:size].tolist()
+    # The last rows in order belong to no place.
+    order = places.argsort(stable=True)[: sum(counts)]
+    multiply = _products_padded if padded else _products_one_by_one
+    products = multiply(inputs.index_select(0, order), counts, weight)
+    outputs = products.new_zeros(len(inputs), weight.shape[2])
+    return outputs.index_copy_(0, order, products)
+
+
+def _products_one_by_one(
+    rows: T,
+    counts: Sequence[int],
+    weight: T,
+) -> T:
+    """Multiplies the next ``counts[i]`` rows by matrix i, for each i."""
+    outputs = rows.new_empty(len(rows), weight.shape[2])
     start = 0
     for matrix, count in zip(weight.unbind(), counts):
         if count:
-            rows = slice(start, start + count)
-            torch.mm(inputs[rows], matrix, out=outputs[rows])
+            block = slice(start, start + count)
+            torch.mm(rows[block], matrix, out=outputs[block])
             start += count
-    # The last rows belong to no place.
-    outputs[start:] = 0
-    return torch.empty_like(outputs).index_copy_(0, order, outputs)
+    return outputs
+
+
+def _products_padded(
+    rows: T,
+    counts: Sequence[int],
+    weight: T,
+) -> T:
+    """Does the same in one product, with zeros below the rows of a matrix."""
+    lengths = torch.tensor(counts, device=rows.device)
+    step = torch.arange(max(counts, default=0), device=rows.device)
+    is_row = step < lengths.unsqueeze(1)
+    blocks = rows.new_zeros(*is_row.shape, rows.shape[1])
+    blocks[is_row] = rows
+    return torch.bmm(blocks, weight)[is_row]
 
 
 @kernel("sum_by_place")
@@ -220,25 +248,27 @@ class _Products(private_torch.SingleLevelFunction):
         places: T,
         weight: T,
         transposed: bool = False,
+        padded: bool = False,
     ) -> T:
-        context.transposed = transposed
+        context.transposed, context.padded = transposed, padded
         context.save_for_backward(inputs, places, weight)
         with private_torch.below_autograd():
-            return _ops.grouped_linear(inputs, places, weight, transposed)
+            return _ops.grouped_linear(inputs, places, weight, transposed, padded)
 
     @staticmethod
     def backward(context: Any, grad: T) -> tuple:
         inputs, places, weight = context.saved_tensors
+        layout = not context.transposed, context.padded
         of_x = of_weight = None
         if context.needs_input_grad[0]:
-            of_x = _ops.grouped_linear(grad, places, weight, not context.transposed)
+            of_x = _ops.grouped_linear(grad, places, weight, *layout)
         if context.needs_input_grad[2]:
             # The rows that have no place are summed behind the last one.
             count = len(weight)
             places = places.clamp(max=count)
             pair = (grad, inputs) if context.transposed else (inputs, grad)
             of_weight = _ops.sum_by_place(*pair, places, count + 1)[:count]
-        return of_x, None, of_weight, None
+        return of_x, None, of_weight, None, None
 
 
 class _Sums(private_torch.SingleLevelFunction):
@@ -332,6 +362,7 @@ def _(
     places: T,
     weight: T,
     transposed: bool = False,
+    padded: bool = False,
 ) -> T:
     if transposed:
         weight = weight.mT

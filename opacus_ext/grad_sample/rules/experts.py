@@ -1,11 +1,11 @@
 """Experts: a stack of linear maps, of which each row uses one.
 
 The weights are stacked in one parameter ``[experts, ...]``. Its first factor is
-one-hot(expert), from the routing table. So there is no padding, and an expert that no
-token chose has a gradient of zero.
+one-hot(expert), from the routing table. So gradients need no padding, and an expert
+that no token chose has a gradient of zero. The products may be padded, which changes no
+number.
 
 Source: DP mixture of experts, appendix (per-sample gradients on the gathered tokens).
-The padded batches of its main text are measured in benchmarks/moe.py.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ def grouped_linear(
     index: T,
     weight: T,
     transposed: bool = False,
+    padded: bool = False,
 ) -> T:
     """
     Multiplies each row by the weight of its expert.
@@ -40,6 +41,8 @@ def grouped_linear(
         index: the expert of each row ``[rows]``; the number of experts means no expert
         weight: ``[experts, in, out]``
         transposed: if True it is ``[experts, out, in]``, as in ``nn.Linear``
+        padded: whether to multiply by all experts at once, with the rows of each padded
+            to the most that one has
 
     Returns:
         ``[rows, out]``, zero where there is no expert.
@@ -49,7 +52,7 @@ def grouped_linear(
         >>> grouped_linear(x, torch.tensor([0, 1, 2]), weight).flatten()
         tensor([2., 2., 0.])
     """
-    return _grouped_linear(x.to(weight.dtype), index, weight, transposed)
+    return _grouped_linear(x.to(weight.dtype), index, weight, transposed, padded)
 
 
 @register_rule(_grouped_linear)
@@ -58,13 +61,14 @@ def _of_experts(
     index: T,
     weight: T,
     transposed: bool = False,
+    padded: bool = False,
 ) -> Op:
     return Op(
         params=(weight,),
         data=(inputs, index),
         factors=partial(_experts, weight.shape[0], transposed),
         data_dims=(1, 0),
-        run_all=partial(_of_rows, transposed),
+        run_all=partial(_of_rows, transposed, padded),
     )
 
 
@@ -74,21 +78,23 @@ def _for_all(
     index: T,
     weight: T,
     transposed: bool = False,
+    padded: bool = False,
 ) -> T:
     """Multiplies the rows of all samples together if they share the weight."""
     if len(weight) != 1 or len(inputs) != len(index):
         return NotImplemented
-    return _of_rows(transposed, [weight[0]], inputs, index)
+    return _of_rows(transposed, padded, [weight[0]], inputs, index)
 
 
 def _of_rows(
     transposed: bool,
+    padded: bool,
     params: Sequence,
     inputs: T,
     index: T,
 ) -> T:
     rows = inputs.flatten(0, -2)
-    outputs = grouped_linear(rows, index.flatten(), params[0], transposed)
+    outputs = grouped_linear(rows, index.flatten(), params[0], transposed, padded)
     return outputs.unflatten(0, inputs.shape[:-1])
 
 
@@ -126,11 +132,13 @@ def experts_interface(
     """
     size, choices = len(layer.down_proj), top_k_index.shape[-1]
     transposed = getattr(layer, "is_transposed", False)
+    padded = getattr(layer, "dispatch", None) == "padded"
     index = top_k_index.flatten().clamp(max=size)
     known = index.clamp(max=size - 1)
 
     def linear(rows: T, name: str) -> T:
-        outputs = grouped_linear(rows, index, getattr(layer, name), not transposed)
+        weight = getattr(layer, name)
+        outputs = grouped_linear(rows, index, weight, not transposed, padded)
         bias = getattr(layer, f"{name}_bias", None)
         if bias is None:
             return outputs
