@@ -63,7 +63,10 @@ def test_runs_share_a_device_are_made_once_and_reported(data, tmp_path, monkeypa
 
     # Cut off after an epoch of the second run.
     main([*common, "--models", "dpformer", *tiny, "--stop-after-epochs", "1"])
-    assert not out.exists() and len(list(Path(f"{out}.d").iterdir())) == 1
+    (checkpoint,) = Path(f"{out}.d").iterdir()
+    assert not out.exists()
+    text = run("attention_of.py", checkpoint, "--data", data)
+    assert "after 1 of 2 epochs" in text and "layer 1: logits" in text
     main([*common, *tiny])
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     assert {row["model"] for row in rows} == {"transformer", "dpformer"}
