@@ -81,6 +81,16 @@ def test_runs_share_a_device_are_made_once_and_reported(data, tmp_path, monkeypa
     assert (tmp_path / "figure6-paper.png").exists()
 
 
+@pytest.mark.thorough
+@pytest.mark.parametrize("script", ["unequal_keys.py", "attention_of.py"])
+def test_commands_start_as_pasted(script):
+    """Where nothing but the script's own folder is on the path."""
+    env = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    command = [sys.executable, FOLDER / script, "--help"]
+    done = subprocess.run(command, capture_output=True, text=True, env=env)
+    assert not done.returncode and "usage" in done.stdout, done.stderr
+
+
 @pytest.mark.parametrize("size", ["512", "1024"])
 def test_what_is_left_of_the_papers_runs(size, capsys, monkeypatch):
     """Whatever the physical batch size, runs that are stored are not made again."""
