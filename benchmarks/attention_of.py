@@ -12,16 +12,15 @@ were only moved by noise all have the same.
 import argparse
 import sys
 from pathlib import Path
-from typing import List
+from typing import List, Optional
 
 import torch
-from distraction import attention_mass
 from torch import Tensor, nn
 
-from examples.sequences import read_sequences
-
 sys.path.insert(0, str(Path(__file__).parents[1]))
+from benchmarks.distraction import attention_mass  # noqa: E402
 from examples import recommender  # noqa: E402
+from examples.sequences import read_sequences  # noqa: E402
 
 
 def logits_std(attention: nn.Module, qkv: Tensor, real: Tensor) -> float:
@@ -38,14 +37,14 @@ def logits_std(attention: nn.Module, qkv: Tensor, real: Tensor) -> float:
     return float((logits - mean)[seen].std())
 
 
-def main() -> None:
+def main(argv: Optional[List[str]] = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("checkpoint")
     parser.add_argument("--data", required=True, help="what it was trained on")
     parser.add_argument("--users", type=int, default=400, help="to look at")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
 
     saved = torch.load(args.checkpoint, map_location="cpu", weights_only=True)
     config = argparse.Namespace(**saved["config"])
@@ -78,7 +77,7 @@ def main() -> None:
     for i, (mass, std) in enumerate(zip(found, stds)):
         share = float(mass[real].mean())
         print(f"layer {i + 1}: logits +-{std:.3f}, rarer half {share:.2%}")
-    rows = model.embedding.weight[1:]
+    rows = model.embedding.weight[1:].detach()
     for name, which in (
         ("100 most popular items", popularity.topk(min(100, len(popularity))).indices),
         ("rarer half", rare[1:]),

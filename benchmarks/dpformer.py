@@ -10,17 +10,20 @@ A run that is in the file already is not made again, and one that was cut off go
 from its last epoch (checkpoints lie in OUT.d and are deleted when the run is done):
 after an interruption give the same command. ``--jobs 8`` makes eight runs at a time,
 each in a process of its own, on one GPU or on the cores of a CPU; several machines
-share the work by ``--seeds`` or ``--epsilons``. ``dpformer_report.py`` draws tables and
-figures.
+share the work by ``--seeds`` or ``--epsilons``. ``--list`` says which runs are done and
+which are left, and makes none. ``dpformer_report.py`` draws tables and figures.
 
 - table1, table2: GRU, LSTM, Transformer without sharing, Transformer, DPFormer at
   epsilon 5, 8 and 10, several seeds.
 - figure2: Transformer with sharing, without, and without at half the width, at epsilon
   5, over batch sizes and learning rates.
+- figure7: Transformer and DPFormer over the same, at epsilon 8, for Amazon Games.
 - releases: what is released once, and no training, at epsilon 1, 2, 5, 8 and 10.
 - paper: Transformer and DPFormer at the paper's settings, 100 epochs of 200 items,
   three seeds, on top of nothing and of what is released once. On a CPU it takes days;
-  on a GPU: ``paper --jobs 8 ... -- --device cuda --physical-batch-size 512``.
+  on a GPU: ``paper --jobs 8 ... -- --device cuda --physical-batch-size 1024``. With
+  another physical batch size a run counts as the same one: it differs by what dropout
+  draws, and by rounding.
 - figure6: the curves of NDCG over the epochs, Transformer and DPFormer.
 
 Everything can be set (``--models``, ``--epsilons``, ``--seeds``, ``--batch-sizes``,
@@ -61,16 +64,26 @@ TABLE: Dict[str, Any] = {
     "lrs": [9e-3],
     "more": ["--prior", "popularity"],
 }
+# The paper's grid of settings.
+GRID: Dict[str, Any] = {
+    "seeds": [0],
+    "batch_sizes": [256, 512, 1024, 2048, 4096],
+    "lrs": [1e-3, 3e-3, 5e-3, 7e-3, 9e-3],
+}
 EXPERIMENTS: Dict[str, Dict[str, Any]] = {
     "table1": TABLE,
     "table2": {**TABLE, "more": [*TABLE["more"], "--dropout", "0.5"]},
     "figure2": {
+        **GRID,
         "models": ["transformer", "transformer-untied", "transformer-untied-half"],
         "epsilons": [5.0],
-        "seeds": [0],
-        "batch_sizes": [256, 512, 1024, 2048, 4096],
-        "lrs": [1e-3, 3e-3, 5e-3, 7e-3, 9e-3],
         "more": ["--prior", "popularity"],
+    },
+    "figure7": {
+        **GRID,
+        "models": ["transformer", "dpformer"],
+        "epsilons": [8.0],
+        "more": ["--prior", "popularity", "--dropout", "0.5"],
     },
     "figure6": {
         "models": ["transformer", "dpformer"],
@@ -123,7 +136,9 @@ def key(argv: List[str]) -> str:
         k: v for k, v in vars(train.parse_args(argv)).items() if k not in train.FREE
     }
     config["data"] = Path(train.parse_args(argv).data).name
-    # Runs that have been measured spelled it so.
+    # As runs have it that were measured. How many users are in memory at once doesn't
+    # matter.
+    config["physical_batch_size"] = 1024
     if config["clipping"] == "normalized":
         config["clipping"] = "normalised"
     return hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()[:16]
@@ -175,6 +190,7 @@ def main(argv: List[str]) -> None:
     parser.add_argument("--lrs", nargs="+", type=float)
     parser.add_argument("--priors", nargs="+", choices=train.PRIORS)
     parser.add_argument("--jobs", type=int, default=1, help="so many runs at a time")
+    parser.add_argument("--list", action="store_true", help="make no run; say which")
     parser.add_argument("--only", help=argparse.SUPPRESS)  # the key of one run
     args = parser.parse_args(argv[:split])
     for name, value in EXPERIMENTS[args.experiment].items():
@@ -185,11 +201,15 @@ def main(argv: List[str]) -> None:
     todo = {key(run): run for run in runs(args, argv[split + 1 :])}
     if args.only:
         return make(args.only, todo, args)
-    checkpoints = Path(f"{args.out}.d")
-    checkpoints.mkdir(parents=True, exist_ok=True)
     lines = args.out.read_text().splitlines() if args.out.exists() else []
     done = {json.loads(line)["key"] for line in lines}
     left = [name for name in todo if name not in done]
+    if args.list:
+        for name, run in todo.items():
+            print("left" if name in left else "done", *run)
+        return print(f"{len(todo) - len(left)} done, {len(left)} left")
+    checkpoints = Path(f"{args.out}.d")
+    checkpoints.mkdir(parents=True, exist_ok=True)
     errors = []
     if args.jobs > 1:
         with ThreadPoolExecutor(args.jobs) as pool:

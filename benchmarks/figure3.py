@@ -1,6 +1,7 @@
 """Figure 3 of the DPFormer paper: largest batch and time of a step, in one memory.
 
     python benchmarks/figure3.py --out figure3.jsonl
+    python benchmarks/figure3.py --out figure3.jsonl --data Games     # that half alone
     python benchmarks/dpformer_report.py figure3.jsonl --figures plots/
 
 The model is DPFormer, at the size of MovieLens-1M and of Amazon Games; ids are random.
@@ -27,12 +28,8 @@ batch, which the search follows; it ends within 5 % below the cap. Time is that 
 forward, both backward passes, clipping and ``SGD.step()``, without noise; the smallest
 of several repeats, in which the methods take turns. On one CPU thread it is CPU time.
 
-Measured under 2 GiB on one thread (``results/figure3-cpu.txt``): phantom clipping
-(ghost_bk) has the batch of non-private training to 1 %, at 1.13 (Games) to 1.5 times
-its time (MovieLens). Ghost clipping with an Embedding head has 1/25 of the batch on
-MovieLens and takes 16 times as long; on Games one sample needs 2.6 GiB. With a Linear
-head it is as good as phantom clipping: what that gains over it is the shared embedding
-at full width, not memory.
+Measured under 2 GiB on one thread: ``results/figure3-cpu.jsonl``, of which ``python -m
+benchmarks tables`` makes the table of docs/explanation/papers.md.
 """
 
 import argparse
@@ -381,7 +378,7 @@ def main() -> None:
     add("--cap", type=float, default=2.0, help="GiB")
     add("--most", type=int, default=1024, help="no larger batch is tried")
     add("--batch", type=int, default=32, help="to be timed, if it fits")
-    add("--repeats", type=int, default=7)
+    add("--repeats", type=int, default=5)
     add("--device", choices=["cpu", "cuda"], default="cpu")
     add("--peak-of", choices=list(METHODS), help=argparse.SUPPRESS)
     add("--size", type=int, nargs=2, help=argparse.SUPPRESS)

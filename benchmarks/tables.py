@@ -39,7 +39,9 @@ def written(head: Sequence[str], body: Sequence[Sequence[Any]]) -> str:
 
 
 def spread(values: Sequence[float]) -> str:
-    """Mean and standard deviation over seeds."""
+    """Mean and standard deviation over seeds, if there are several."""
+    if len(values) == 1:
+        return f"{values[0]:.2f}"
     return f"{mean(values):.2f} +- {stdev(values):.2f}"
 
 
@@ -64,18 +66,27 @@ def trained() -> str:
     plain = " / ".join(f"{rows[0][f'popularity_{of}']:.2f}" for of in both)
     body: List[Sequence[str]] = [("popularity (not private)", *[plain] * 3)]
     names = {
-        "transformer": "Transformer, 20 epochs",
-        "dpformer": "DPFormer (Re-Attention on the logits), 20 epochs",
+        "gru": "GRU",
+        "lstm": "LSTM",
+        "transformer-untied": "Transformer without sharing",
+        "transformer": "Transformer",
+        "dpformer": "DPFormer (Re-Attention on the logits)",
     }
     for model, name in names.items():
         cells = []
         for epsilon in (5, 8, 10):
             runs = [r for r in rows if (r["model"], r["epsilon"]) == (model, epsilon)]
-            cells.append(" / ".join(spread([r[of] for r in runs]) for of in both))
-        body.append((f"**this package**, {name}", *cells))
-    paper = ("4.57 / 8.69", "7.05 / 13.17", "7.99 / 14.82")
-    body.append(("paper, vanilla transformer", *paper))
-    body.append(("paper, DPFormer", "5.88 / 11.13", "7.70 / 14.31", "8.42 / 15.40"))
+            found = " / ".join(spread([r[of] for r in runs]) for of in both if runs)
+            cells.append(found or "not run")
+        body.append((f"**this package**, {name}, 20 epochs", *cells))
+    paper = {
+        "GRU": ("2.26 / 4.58", "2.40 / 4.75", "2.81 / 5.53"),
+        "LSTM": ("2.65 / 5.08", "2.76 / 5.41", "2.95 / 5.55"),
+        "Transformer without sharing": ("2.33 / 4.47", "2.56 / 5.11", "2.74 / 5.39"),
+        "vanilla transformer": ("4.57 / 8.69", "7.05 / 13.17", "7.99 / 14.82"),
+        "DPFormer": ("5.88 / 11.13", "7.70 / 14.31", "8.42 / 15.40"),
+    }
+    body += [(f"paper, {name}", *cells) for name, cells in paper.items()]
     return written(("", "epsilon 5", "epsilon 8", "epsilon 10"), body)
 
 
@@ -99,6 +110,28 @@ def mixtures_measured() -> str:
     said = f"Measured on {machine['date']} ({form.format(**machine)})"
     note = machine.get("note", "")
     return f"{said} with B {row['batch']}, T {row['length']}. {note}".strip()
+
+
+def figure3() -> str:
+    """Phantom clipping to what it is compared with: largest batch, time of a sample."""
+    rows = {(r["data"], r["method"]): r for r in rows_of("figure3-cpu.jsonl")}
+    data, methods = (list(dict.fromkeys(key[i] for key in rows)) for i in (0, 1))
+    ours, body = "phantom clipping (ghost_bk)", []
+    for method in methods:
+        cells: List[str] = []
+        for name in data:
+            row, own = rows[name, method], rows[name, ours]
+            if not row["largest_batch"]:
+                cells += ["none fits"] * 4
+                continue
+            batches = own["largest_batch"] / row["largest_batch"]
+            times = own["ms_per_sample"] / row["ms_per_sample"]
+            numbers = f"{row['largest_batch']}", f"{row['ms_per_sample']:.2f}"
+            cells += [*numbers, f"{batches:.3g}", f"{times:.3g}"]
+        body.append((method, *cells))
+    heads = ("batch", "ms", "batch of ghost_bk to it", "time of ghost_bk to it")
+    named = [f"{name}: {head}" for name in data for head in heads]
+    return written(("", *named), body)
 
 
 def experts() -> str:
@@ -318,6 +351,7 @@ TABLES: Dict[str, Callable[[], str]] = {
     "releases-ml-1m": lambda: releases("ml-1m"),
     "releases-games": lambda: releases("games"),
     "trained": trained,
+    "figure3": figure3,
     "speed": lambda: speed_table("own"),
     "speed-peers": lambda: speed_table("peers"),
     "speed-readme": speed_of_readme,

@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import sys
 from pathlib import Path
 from typing import Dict, Iterator, List, NamedTuple, Tuple
 from unittest.mock import patch
@@ -36,11 +37,16 @@ from opacus.accountants import RDPAccountant
 from torch import Tensor
 from torch.nn import functional as F
 
-from examples.ranking import ndcg_and_hit
-from examples.sequences import SequenceData, read_sequences
-from opacus_ext import releases
-from opacus_ext.re_attention.attention import corrected_attention
-from opacus_ext.releases import noise_for, release_popularity, release_transitions
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from examples.ranking import ndcg_and_hit  # noqa: E402
+from examples.sequences import SequenceData, read_sequences  # noqa: E402
+from opacus_ext import releases  # noqa: E402
+from opacus_ext.re_attention.attention import corrected_attention  # noqa: E402
+from opacus_ext.releases import (  # noqa: E402
+    noise_for,
+    release_popularity,
+    release_transitions,
+)
 
 DELTA, LENGTH = 1e-5, 50
 SIZES = {1.0: 300, 2.0: 700, 5.0: 1250, 8.0: 1750}  # items of the matrix

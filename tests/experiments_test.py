@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -62,7 +63,10 @@ def test_runs_share_a_device_are_made_once_and_reported(data, tmp_path, monkeypa
 
     # Cut off after an epoch of the second run.
     main([*common, "--models", "dpformer", *tiny, "--stop-after-epochs", "1"])
-    assert not out.exists() and len(list(Path(f"{out}.d").iterdir())) == 1
+    (checkpoint,) = Path(f"{out}.d").iterdir()
+    assert not out.exists()
+    text = run("attention_of.py", checkpoint, "--data", data)
+    assert "after 1 of 2 epochs" in text and "layer 1: logits" in text
     main([*common, *tiny])
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     assert {row["model"] for row in rows} == {"transformer", "dpformer"}
@@ -73,7 +77,112 @@ def test_runs_share_a_device_are_made_once_and_reported(data, tmp_path, monkeypa
 
     text = run("dpformer_report.py", out, "--figures", tmp_path)
     assert f"{rows[0]['ndcg_at_10']:.2f}" in text and "DPFormer against" in text
-    assert (tmp_path / "figure6.png").exists()
+    assert "own items last" in text
+    assert (tmp_path / "figure6-paper.png").exists()
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("script", ["unequal_keys.py", "attention_of.py"])
+def test_commands_start_as_pasted(script):
+    """Where nothing but the script's own folder is on the path."""
+    env = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    command = [sys.executable, FOLDER / script, "--help"]
+    done = subprocess.run(command, capture_output=True, text=True, env=env)
+    assert not done.returncode and "usage" in done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("size", ["512", "1024"])
+def test_what_is_left_of_the_papers_runs(size, capsys, monkeypatch):
+    """Whatever the physical batch size, runs that are stored are not made again."""
+    monkeypatch.syspath_prepend(str(FOLDER))
+    out = FOLDER / "results" / "dpformer-paper-h100.jsonl"
+    given = ["--", "--device", "cuda", "--physical-batch-size", size]
+    few = ["paper", "--data", "ml-1m.txt", "--out", str(out), "--list"]
+    importlib.import_module("dpformer").main([*few, *given])
+    *lines, last = capsys.readouterr().out.splitlines()
+    done = len(out.read_text().splitlines())
+    assert last == f"{done} done, {36 - done} left"
+    assert [line.split()[0] for line in lines].count("done") == done
+    assert not Path(f"{out}.d").exists()
+
+
+def made_up(experiment, seed=0, **more):
+    """A line that ``dpformer.py`` might have written."""
+    row = {
+        **dict(experiment=experiment, model="dpformer", epsilon=8.0, seed=seed),
+        **dict(width=64, lr=0.001, batch_size=256, prior="popularity", once=False),
+        **dict(data="Video.txt", curve=[], ndcg_at_10=1.25, hit_at_10=2.5),
+        **more,
+    }
+    return {**row, "key": json.dumps(row)}
+
+
+@pytest.fixture
+def report(monkeypatch):
+    monkeypatch.syspath_prepend(str(FOLDER))
+    return importlib.import_module("dpformer_report")
+
+
+ROWS = {
+    "figure7": [
+        made_up("figure7", lr=lr, batch_size=size, model=model, ndcg_at_10=score)
+        for model in ("transformer", "dpformer")
+        for lr, size, score in ((1e-3, 256, 0.5), (9e-3, 256, 1.25), (9e-3, 4096, 2.0))
+    ],
+    "figure6": [
+        made_up("figure6", seed, curve=[[5, 1.0 + seed, 2.0], [10, 2.0 + seed, 4.0]])
+        for seed in (0, 1)
+    ],
+}
+
+
+def test_figure_7_is_a_grid(report):
+    """Of learning rates by batch sizes for each model; and drawn with its numbers."""
+    text = report.grid(ROWS["figure7"]).splitlines()
+    assert [line.split() for line in text[1:4]] == [
+        ["0.001", "0.009"],
+        ["256", "0.50", "1.25"],
+        ["4096", "--", "2.00"],
+    ]
+    assert text[0].startswith("Transformer:") and text[4].startswith("DPFormer:")
+    panels = report.draw_grid(ROWS["figure7"]).axes
+    assert [panel.get_title() for panel in panels] == ["Transformer", "DPFormer"]
+    assert [x.get_text() for x in panels[0].texts] == ["0.50", "1.25", "--", "2.00"]
+
+
+def test_figure_6_has_both_measures(report):
+    """The mean over seeds by the epoch."""
+    ndcg, hit = report.draw_curves(ROWS["figure6"]).axes
+    assert ndcg.get_title() == "Video.txt, epsilon 8"
+    assert ndcg.lines[0].get_xydata().tolist() == [[5, 1.5], [10, 2.5]]
+    assert hit.lines[0].get_xydata().tolist() == [[5, 2.0], [10, 4.0]]
+
+
+def test_figures_are_drawn_by_the_command(tmp_path, report):
+    lines = [json.dumps(row) for rows in ROWS.values() for row in rows]
+    (tmp_path / "runs.jsonl").write_text("\n".join(lines))
+    report.main([str(tmp_path / "runs.jsonl"), "--figures", str(tmp_path)])
+    assert {path.stem for path in tmp_path.glob("*.png")} == set(ROWS)
+
+
+def test_figure_5_has_the_long_tail(data, tmp_path, capsys):
+    """Items, the most popular first, held-out actions among them."""
+    from benchmarks import long_tail
+
+    long_tail.main([str(data), str(data), "--plot", str(tmp_path / "figure5.png")])
+    name, users, items, actions, sparse, *_, half = (
+        cell.strip()
+        for cell in capsys.readouterr().out.splitlines()[-1].split("|")[1:-1]
+    )
+    pairs = [line.split() for line in data.read_text().splitlines()]
+    counts = sorted(Counter(item for _, item in pairs).values())
+    assert (name, int(users), int(items), int(actions)) == (
+        *("few.txt", 60, len(counts), len(pairs)),
+    )
+    assert sparse == f"{1 - len(pairs) / (60 * len(counts)):.2%}"
+    top = sum(counts[-round(len(counts) / 2) :]) / len(pairs)
+    assert half == f"{top:.1%}"
+    assert (tmp_path / "figure5.png").stat().st_size
 
 
 @pytest.mark.slow

@@ -128,7 +128,7 @@ def test_fit_a_law_of_training_without_privacy(capsys, tmp_path):
             loss = float(CHINCHILLA.predict(parameters=size, tokens=tokens))
             lines.append(f"{size},{6 * size * tokens},{loss!r},red")
     # Of fewest tokens a parameter, and of another law: to be dropped.
-    lines += ["3e9,18e18,9", "3e9,36e18,1"]
+    lines += ["3e9,9e18,9", "3e9,12e18,1"]
     path = tmp_path / "runs.csv"
     path.write_text("\n".join(lines))
     args = f"fit {path} --law chinchilla --json"

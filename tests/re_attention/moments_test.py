@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from benchmarks import table3
 from opacus_ext.re_attention import moments
 from opacus_ext.re_attention.moments import Moments
 from tests.re_attention.common import D
@@ -39,16 +40,30 @@ def test_activations(name):
             assert -below * std**2 <= float(variance) - exact <= above * std**2
 
 
-# The paper samples GELU, for which it takes ReLU's moments.
-@pytest.mark.parametrize(
-    "std, relu, gelu",
-    [(0.01, 3.4e-5, 2.5e-5), (0.1, 3.4e-3, 2.57e-3), (1.0, 0.3408, 0.3467)],
-)
-def test_table_3(std, relu, gelu):
-    """Of the paper, whose second argument is a standard deviation."""
-    x = Moments(torch.zeros(1, dtype=D), torch.tensor([std**2], dtype=D))
-    assert float(moments.relu(x)) == pytest.approx(relu, rel=0.005)
-    assert float(moments.gelu(x)) == pytest.approx(gelu, rel=0.05)
+@pytest.mark.parametrize("name", table3.ACTIVATIONS)
+def test_table_3(name):
+    """Of the paper, which takes ReLU's variances for GELU; sampled and by integrals."""
+    draws = torch.randn(table3.DRAWS[-1], dtype=D)
+    for std, paper in table3.PAPER.items():
+        ours = table3.analytic(name, std)
+        printed = paper[name][name == "ReLU"]  # of GELU what it sampled
+        assert ours == pytest.approx(printed, rel=0.025)
+        exact = by_integral(ACTIVATIONS[name.lower()][0], 0.0, std)
+        sampled = table3.sampled(name, std, draws)
+        assert sampled[-1] == pytest.approx(exact, rel=0.01)
+
+
+def test_table_3_is_printed(capsys, tmp_path):
+    """By a command, which draws figure 8 as well."""
+    table3.main(["--plot", str(tmp_path / "figure8.png")])
+    rows = [line.split(" | ") for line in capsys.readouterr().out.splitlines()[2:]]
+    for std, name, *_, found, ours, drawn, printed in rows:
+        std, name = float(std.strip("| ")), name.strip()
+        assert f"{table3.analytic(name, std):.4g}" == ours
+        assert float(found) == pytest.approx(float(ours), rel=0.02)
+        both = (float(drawn), float(printed.strip("| ")))
+        assert both == table3.PAPER[std][name]
+    assert len(rows) == 6 and (tmp_path / "figure8.png").stat().st_size
 
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
