@@ -13,6 +13,8 @@ that hasn't changed is stored as it was, but for times that it prints itself.
 from __future__ import annotations
 
 import argparse
+import base64
+import io
 import json
 import os
 import sys
@@ -69,6 +71,16 @@ def run(notebook: Any, folder: Path) -> None:
         raise SystemExit(f"The notebook leaves files behind: {', '.join(left)}.")
 
 
+def small(picture: str) -> str:
+    """A picture in base64, with 256 colors instead of all: half as large, or less."""
+    from PIL import Image
+
+    file = io.BytesIO()
+    image = Image.open(io.BytesIO(base64.b64decode(picture))).convert("RGB")
+    image.quantize(256, dither=Image.Dither.NONE).save(file, "PNG", optimize=True)
+    return base64.b64encode(file.getvalue()).decode()
+
+
 def outputs(found: Sequence[Dict[str, Any]]) -> List[Dict[str, Any]]:
     """What a cell printed, as one output, and what it showed, in the order of time."""
     kept: List[Dict[str, Any]] = []
@@ -80,8 +92,8 @@ def outputs(found: Sequence[Dict[str, Any]]) -> List[Dict[str, Any]]:
                 kept[-1]["text"] += output["text"]
                 continue
         elif "image/png" in output.get("data", {}):
-            # Its length of pixels, which is told beside it, depends on the dpi.
-            output["data"]["text/plain"] = "<Figure>"
+            text = {"text/plain": "<Figure>"}  # its size depends on the dpi
+            output["data"] = {"image/png": small(output["data"]["image/png"]), **text}
             output["metadata"] = {}
         kept.append(output)
     return kept
