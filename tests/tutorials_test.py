@@ -5,9 +5,10 @@ import json
 import math
 import re
 import sys
+from base64 import b64encode
 from contextlib import redirect_stdout
 from importlib.machinery import PathFinder
-from io import StringIO
+from io import BytesIO, StringIO
 from pathlib import Path
 
 import matplotlib.pyplot as plt
@@ -16,7 +17,7 @@ import pytest
 import torch
 
 import opacus_ext
-from tools.notebooks import LARGEST, PARAMETERS
+from tools.notebooks import LARGEST, METADATA, PARAMETERS, tidy
 
 TUTORIALS = Path(__file__).parents[1] / "tutorials"
 NOTEBOOKS = sorted(TUTORIALS.glob("*.ipynb"))
@@ -146,6 +147,26 @@ def test_notebook(path, tmp_path):
 )
 def test_what_agrees(found, wanted, agree):
     assert (not differences(found, wanted, tolerance=0.02)) == agree
+
+
+def test_what_is_stored():
+    """Neither warnings nor times; prints in one piece, and small pictures."""
+    picture = BytesIO()
+    plt.imsave(picture, np.random.default_rng(0).random((90, 90, 3)), format="png")
+    data = {"image/png": b64encode(picture.getvalue()).decode(), "text/plain": "<720>"}
+    stream = {"output_type": "stream", "name": "stdout", "text": "1\n"}
+    found = [stream, {**stream, "name": "stderr", "text": "/home/me: a warning"}]
+    found += [{**stream, "text": "2\n"}, {"output_type": "display_data", "data": data}]
+    metadata = {"tags": ["compared"], "execution": {"iopub.status.busy": "2026"}}
+    cell = {"cell_type": "code", "metadata": metadata, "outputs": found}
+    notebook = {"metadata": {"widgets": {}}, "cells": [cell]}
+    tidy(notebook)
+    assert notebook["metadata"] == METADATA
+    assert cell["metadata"] == {"tags": ["compared"]}
+    text, shown = cell["outputs"]
+    assert text["text"] == "1\n2\n"
+    assert shown["data"]["text/plain"] == "<Figure>"
+    assert len(shown["data"]["image/png"]) < 0.6 * len(picture.getvalue()) * 4 / 3
 
 
 @pytest.mark.parametrize("folder", [TUTORIALS.parent, TUTORIALS], ids=["root", "own"])
