@@ -6,6 +6,8 @@
 # make test-clients                           programs written for Opacus alone: 3 minutes
 # make fuzz                                    random models in random loops: 2 minutes
 # make mutations                               break a third of what can break: 1 minute
+# make notebooks                               run the notebooks, store what they print and draw:
+#                                              3 minutes; FILES=tutorials/dpformer.ipynb for some
 # make docs                                    build the site of docs/ into site/, strictly
 # make dist                                    build the wheel and the sdist, and try both
 # make test-opacus                             run Opacus's own tests with the package: 2 minutes
@@ -20,6 +22,7 @@ PYTHON ?= python3
 VENV ?= .venv
 ARGS ?=
 DATA ?=
+FILES ?=
 
 BIN := $(VENV)/bin
 # What is never imported is never compiled, which is most of it; what is, once: every
@@ -27,7 +30,7 @@ BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --no-compile -c constraints.txt
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: train test test-thorough test-examples test-clients fuzz mutations docs dist test-opacus install-torch test-torch upstream benchmark gpu benchmark-moe lint clean
+.PHONY: train test test-thorough test-examples test-clients fuzz mutations notebooks docs dist test-opacus install-torch test-torch upstream benchmark gpu benchmark-moe lint clean
 
 train: $(VENV)/.installed
 	$(BIN)/python -m examples.train $(if $(DATA),--data "$(DATA)") $(ARGS)
@@ -58,6 +61,9 @@ fuzz: $(VENV)/.installed
 MUTATIONS_THIRD ?= $(shell expr $$(date +%j) % 3)
 mutations: $(VENV)/.installed
 	$(BIN)/python -m tests.mutations --third $(MUTATIONS_THIRD)
+
+notebooks: $(VENV)/.installed-notebooks
+	$(VENV)/notebooks/bin/python tools/notebooks.py $(FILES)
 
 # Nothing is imported, so torch need not be there: the code is parsed.
 docs: $(VENV)/.installed-docs
@@ -137,6 +143,14 @@ $(VENV)/.installed-examples: $(VENV)/.installed
 	$(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" \
 	    > $$($(VENV)/examples/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/parent.pth
 	$(VENV)/examples/bin/python -m pip install --quiet --no-compile -c constraints.txt -e ".[test,examples]"
+	@touch $@
+
+# As above: what runs notebooks, which no test needs.
+$(VENV)/.installed-notebooks: $(VENV)/.installed
+	$(PYTHON) -m venv $(VENV)/notebooks
+	$(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" \
+	    > $$($(VENV)/notebooks/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/parent.pth
+	$(VENV)/notebooks/bin/python -m pip install --quiet --no-compile -c constraints.txt nbclient ipykernel
 	@touch $@
 
 # The programs without what they require: DPTrainer pins Opacus 1.5.4, mostlyai-engine

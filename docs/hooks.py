@@ -3,7 +3,8 @@
 - The start page is README.md, and reference/refusals.md is read off the code
   (refusals.py), so neither can be older than what it tells.
 - Links out of docs/ work here as they do in the repository: those to notebooks lead to
-  their pages, which mkdocs-jupyter makes of tutorials/; other files come along.
+  their pages, which mkdocs-jupyter makes of tutorials/; other files come along. So do
+  the links of notebooks to pages.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any, Dict
 
 from mkdocs.plugins import event_priority
 from mkdocs.structure.files import File, Files
+from mkdocs.utils import get_relative_url
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "docs"))
@@ -24,6 +26,7 @@ sys.path.insert(0, str(ROOT / "docs"))
 from refusals import find, page  # noqa: E402
 
 LINK = re.compile(r"(?<=\]\()(?![a-z]+:|#|<)([^)#\s]+)(?=[)#])")
+HREF = re.compile(r'(?<=href=")(?![a-z]+:|#|/)([^"#]+)')
 OUTSIDE = "repository"  # the folder of the site for what is not in docs/
 NOTEBOOKS = sorted((ROOT / "tutorials").glob("*.ipynb"))
 START, REFUSALS = "index.md", "reference/refusals.md"
@@ -102,3 +105,17 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
     if path is None or not path.endswith(".md"):
         return markdown
     return moved(markdown, Path(path).parent, page.file.src_uri)
+
+
+def on_page_content(html: str, page: Any, config: Any, files: Files) -> str:
+    """Links of a notebook, which mkdocs leaves as they are, to the site's pages."""
+    if Path(page.file.abs_src_path or "") not in NOTEBOOKS:
+        return html
+
+    def link(match: Any) -> str:
+        path = Path(os.path.normpath(ROOT / "tutorials" / match[1]))
+        inside = path.is_relative_to(ROOT) and path.is_file()
+        file = files.get_file_from_path(place(path)) if inside else None
+        return get_relative_url(file.url, page.url) if file else match[1]
+
+    return HREF.sub(link, html)
