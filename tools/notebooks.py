@@ -25,7 +25,7 @@ from typing import Any, Dict, List, Sequence
 ROOT = Path(__file__).parents[1]
 NOTEBOOKS = sorted((ROOT / "tutorials").glob("*.ipynb"))
 #: Environment variables by which a reader gives a notebook data or a model.
-PARAMETERS = ("MNIST", "SEQUENCES", "MODEL", "TEXT", "TEXTS", "SST2")
+PARAMETERS = ("CHINCHILLA", "MNIST", "MODEL", "SEQUENCES", "SST2", "TEXT", "TEXTS")
 METADATA = {
     "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
     "language_info": {"name": "python"},
