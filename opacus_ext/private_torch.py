@@ -87,7 +87,10 @@ cache_of_parametrize: dict = parametrize._cache
 
 
 def gradients(
-    outputs: Sequence[T], inputs: Sequence[Any], grads: Sequence[T], retain_graph: bool
+    outputs: Sequence[Any],
+    inputs: Sequence[Any],
+    grads: Sequence[T],
+    retain_graph: bool,
 ) -> Sequence[T | None]:
     """
     Does as ``torch.autograd.grad(outputs, inputs, grads, allow_unused=True)``, which

@@ -28,6 +28,7 @@ from opacus_ext.grad_sample.core.clip import (
     DenseGrads,
     is_finite,
 )
+from opacus_ext.grad_sample.core.gradients import Root, has_graph
 from opacus_ext.grad_sample.core.groups import Samples, why
 from opacus_ext.grad_sample.core.traced import TracedGroup
 from opacus_ext.grad_sample.core.values import key_of, key_of_tree
@@ -279,10 +280,10 @@ class CompiledGroup(NamedTuple):
     size: int  # samples from here on only fill up the program's batch
 
     def add_to(
-        self, total: Total, rows: T | None, outputs: Sequence[T], grads: Sequence[T]
+        self, total: Total, rows: T | None, outputs: Sequence[Root], grads: Sequence[T]
     ) -> None:
         """Adds the gradients to a total, see ``ClippedSum.add_group``."""
-        pairs = [(y, grad) for y, grad in zip(outputs, grads) if y.requires_grad]
+        pairs = [(y, grad) for y, grad in zip(outputs, grads) if has_graph(y)]
         if not pairs:
             return
         roots, of_roots = zip(*pairs)

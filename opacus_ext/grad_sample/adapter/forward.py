@@ -5,9 +5,10 @@ from __future__ import annotations
 import warnings
 from contextlib import suppress
 from functools import partial
-from typing import Any, Callable, NamedTuple, Sequence, cast
+from typing import Any, Callable, Mapping, NamedTuple, Sequence, cast
 
 import torch
+from torch.autograd.graph import get_gradient_edge
 
 from opacus_ext.grad_sample.adapter.advice import sample_of
 from opacus_ext.grad_sample.adapter.compiled import (
@@ -35,6 +36,7 @@ from opacus_ext.grad_sample.adapter.passes import Doubt, Passes, draw_of
 from opacus_ext.grad_sample.adapter.state import Change
 from opacus_ext.grad_sample.core.clip import DenseGrads
 from opacus_ext.grad_sample.core.gradients import (
+    Root,
     gradients_alone,
     graph_of,
     no_autocast,
@@ -80,7 +82,14 @@ class GroupOutputs(NamedTuple):
 
     rows: T | None  # indices of the samples in the batch; None for all
     group: Any  # None for a sample alone
-    outputs: dict[int, T]  # by leaf: ``[B, *shape]``, or ``[*shape]`` of one sample
+    # By leaf: ``[B, *shape]``, or ``[*shape]`` of one sample, or the edges of these.
+    outputs: Mapping[int, Root]
+
+    def without_values(self) -> GroupOutputs:
+        """Returns the same with the graph alone: nobody but the user keeps a value."""
+        outputs = cast(Mapping[int, T], self.outputs)
+        edges = {number: get_gradient_edge(x) for number, x in outputs.items()}
+        return self._replace(outputs=edges)
 
 
 class ForwardRecord:
@@ -364,11 +373,12 @@ class ForwardRecord:
         if returned.size:
             self.model.ways.note(way, reason)
         if self.total is None:
-            self.groups.append(part)
+            self.groups.append(part.without_values())
         else:
             outputs = list(part.outputs.values())
+            ones = [*map(torch.ones_like, cast(list[T], outputs))]
             with no_autocast():
-                self._add(self.total, part, outputs, [*map(torch.ones_like, outputs)])
+                self._add(self.total, part, outputs, ones)
             # Their graph is not needed any more.
             leaves = [x._replace(value=x.value.detach()) for x in returned.leaves]
             returned = returned._replace(leaves=leaves)
@@ -498,7 +508,7 @@ class ForwardRecord:
         return self.add_gradients(total, grads)
 
     def _add(
-        self, total: Total, part: GroupOutputs, outputs: list[T], grads: list[T]
+        self, total: Total, part: GroupOutputs, outputs: list[Root], grads: list[T]
     ) -> list[T | None]:
         """Adds the gradients of a group; returns those of the leaves."""
         rows = part.rows
@@ -519,7 +529,7 @@ class ForwardRecord:
 
     def _own(
         self, part: GroupOutputs, grads: Sequence[T | None]
-    ) -> tuple[list[T], list[T]]:
+    ) -> tuple[list[Root], list[T]]:
         """Returns the outputs of a group and their gradients, in the group's layout."""
         outputs, of_outputs = [], []
         for (number, dim), grad in zip(self.dims.items(), grads):
@@ -533,7 +543,7 @@ class ForwardRecord:
             if part.rows is not None:
                 grad = grad[part.rows.to(grad.device)]
             outputs.append(output)
-            of_outputs.append(grad.to(output.dtype))
+            of_outputs.append(grad)
         return outputs, of_outputs
 
 

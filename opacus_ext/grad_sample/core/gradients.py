@@ -22,6 +22,7 @@ from typing import (
     NamedTuple,
     Protocol,
     Sequence,
+    Union,
 )
 
 import torch
@@ -36,6 +37,7 @@ from opacus_ext.private_torch import gradients
 from opacus_ext.refused import Refused
 
 T = torch.Tensor
+Root = Union[T, GradientEdge]  # where a backward pass begins
 # By the key of a parameter (core/values.py); a gradient that is missing is zero.
 GradSamples = dict[Key, GradSample]
 FactorsFn = Callable[..., Sequence[tuple[Factor, ...]]]
@@ -538,7 +540,7 @@ class Group(Protocol):
 
 def gradients_of_group(
     group: Group,
-    outputs: Sequence[T],
+    outputs: Sequence[Root],
     grads: Sequence[T | None],
     params: Sequence[T],
     inputs: Sequence[T] = (),
@@ -589,7 +591,7 @@ def touched_in(group: Group) -> list[dict[int, T]]:
 
 def run_backward(
     group: Group,
-    outputs: Sequence[T],
+    outputs: Sequence[Root],
     grads: Sequence[T | None],
     receiver: Receiver,
     inputs: Sequence[T] = (),
@@ -604,7 +606,7 @@ def run_backward(
     uses, segments, params = group.uses, group.segments, receiver.params
     roots, of_roots = [], []
     for output, gradient in zip(outputs, grads):
-        if gradient is not None and output.requires_grad:
+        if gradient is not None and has_graph(output):
             roots.append(output)
             of_roots.append(gradient)
     if not roots:
@@ -701,7 +703,7 @@ def _versions(params: Collection[T]) -> list[int]:
 
 
 def gradients_alone(
-    outputs: Sequence[T],
+    outputs: Sequence[Root],
     grads: Sequence[T | None],
     leaves: Sequence[T],
     names: Sequence[str] = (),
@@ -712,7 +714,7 @@ def gradients_alone(
     leaves that were used. ``names`` are those of the leaves, or of the first of them.
     The graph is kept if ``retain_graph``.
     """
-    pairs = [pair for pair in zip(outputs, grads) if pair[0].requires_grad]
+    pairs = [pair for pair in zip(outputs, grads) if has_graph(pair[0])]
     if not pairs or not leaves:
         return {}
     # The code of a sample may have added hooks.
@@ -775,7 +777,12 @@ def _gradients_by_hooks(
     return [arrived.get(id(leaf)) for leaf in leaves]
 
 
-def graph_of(roots: Iterable[T | GradientEdge]) -> tuple[list[T], bool]:
+def has_graph(root: Root) -> bool:
+    """Returns False for a tensor without a gradient."""
+    return not isinstance(root, T) or root.requires_grad
+
+
+def graph_of(roots: Iterable[Root]) -> tuple[list[T], bool]:
     """
     Returns the leaves of the graph of some tensors, and True if the graph has autograd
     functions written in Python, other than those of FSDP2.

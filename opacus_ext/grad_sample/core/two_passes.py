@@ -19,6 +19,7 @@ from opacus_ext.grad_sample.core.gradients import (
     Group,
     ParameterUse,
     Receiver,
+    Root,
     run_backward,
     touched_in,
 )
@@ -45,7 +46,7 @@ def add_in_two_passes(
     total: Any,
     rows: T | None,
     group: Group,
-    outputs: Sequence[T],
+    outputs: Sequence[Root],
     grads: Sequence[T | None],
     params: Sequence[T],
     inputs: Sequence[T] = (),
@@ -126,7 +127,7 @@ def _refused(has_segments: bool) -> Refused:
 
 def _one_pass(
     group: Group,
-    outputs: Sequence[T],
+    outputs: Sequence[Root],
     grads: Sequence[T | None],
     params: Sequence[T],
     inputs: Sequence[T],

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any
+from typing import Any, Mapping, cast
 
 import torch
 from torch import nn
@@ -17,6 +17,7 @@ from opacus_ext.grad_sample.adapter.objects import leaves_of
 from opacus_ext.grad_sample.adapter.outputs import Returned
 from opacus_ext.grad_sample.adapter.state import Change
 from opacus_ext.grad_sample.core.clip import ClippedSum
+from opacus_ext.grad_sample.core.gradients import Root
 from opacus_ext.grad_sample.core.sharded import (
     BACKWARD,
     OUTPUTS,
@@ -80,6 +81,8 @@ class ShardedForward(ForwardRecord):
         super()._keep(returned._replace(size=0) if stands_in else returned, some)
         if not stands_in:
             return
+        if self.groups:  # their gradients are zeros of the same shapes
+            self.groups[-1] = some
         self._returned.pop()
         # A process without samples returns an empty output of this form.
         if not self.size and not self._returned:
@@ -112,13 +115,13 @@ class ShardedForward(ForwardRecord):
 
     def _own(
         self, some: GroupOutputs, grads: Sequence[T | None]
-    ) -> tuple[list[T], list[T]]:
+    ) -> tuple[list[Root], list[T]]:
         if not is_stand_in(some):
             return super()._own(some, grads)
         # A stand-in's backward pass gathers the same parameters as the others'.
-        pairs = some.outputs.items()
+        pairs = cast(Mapping[int, T], some.outputs).items()
         outputs = [output for number, output in pairs if number not in self._unused]
-        return outputs, [*map(torch.zeros_like, outputs)]
+        return [*outputs], [*map(torch.zeros_like, outputs)]
 
 
 def _is_flag(value: Any) -> bool:
