@@ -12,7 +12,7 @@ nxBP and multiLoss, Opacus as it ships, and opacus_ext. The experiments:
 - image: ResNet-18 on larger images (figure 9). multiLoss and modes that hold the
   gradients of all samples are left out: they take minutes or gigabytes.
 - memory: the largest batch of ResNet-18 under a cap of memory (section 6.7), to 5 %,
-  each mode in a process of its own. Of nxBP and multiLoss the gradients of three samples
+  each mode in a process of its own. Of nxBP and multiLoss only three samples' gradients
   are taken, as those of the others need no more memory.
 
 Steps, noise and turns are those of ``step_time.py``. Time is process time of one
@@ -292,7 +292,7 @@ def print_largest(name: str, cap: float) -> None:
             tiny, partial(build, name, MEMORY._replace(batch=batch)), "cpu", steps=2
         )
 
-    batch, peaks = largest_batch(peak, cap * 2**20, MOST)
+    batch, peaks = largest_batch(peak, cap * 2**20, MOST, first=8)
     print(json.dumps([batch, {b: round(peak / 2**20) for b, peak in peaks.items()}]))
 
 
@@ -477,7 +477,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--experiments", nargs="+", choices=names, default=names, metavar="NAME")
     add("--quick", action="store_true", help="small sizes")
     add("--seconds", type=float, default=6.0, help="for the turns of a case, about")
-    add("--cap", type=float, default=512, help="MiB of memory for the largest batch")
+    add("--cap", type=float, default=256, help="MiB of memory for the largest batch")
     add("--out", metavar="PATH", help="write the results there, as lines of JSON")
     add("--plot", metavar="PATH", help="draw the results there, e.g. times.png")
     add("--largest", choices=list(MODES), help=argparse.SUPPRESS)
