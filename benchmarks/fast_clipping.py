@@ -301,7 +301,8 @@ def largest(cap: float) -> Iterator[Row]:
     """The largest batch of each mode under a cap in MiB."""
     columns = ["mode", "largest batch", "MiB by batch"]
     print_header(f"## Memory under {cap:g} MiB", columns)
-    env = dict(os.environ, **GIVE_BACK)
+    root = str(Path(__file__).parents[1])
+    env = dict(os.environ, PYTHONPATH=root, **GIVE_BACK)
     for name in MODES:
         command = [sys.executable, __file__, "--largest", name, "--cap", str(cap)]
         child = subprocess.run(command, env=env, capture_output=True, text=True)
