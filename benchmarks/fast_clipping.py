@@ -1,45 +1,63 @@
 """The experiments of Lee & Kifer 2021 on the speed of per-example gradient clipping.
 
-Run as ``python benchmarks/fast_clipping.py``. The paper's models on random data of the
-right shapes, in every mode: its baselines nxBP and multiLoss, Opacus as it ships, and
-opacus_ext. Three experiments, each printed as a table:
+Run as ``python -m benchmarks fast_clipping --out PATH`` (twelve minutes of one core).
+The paper's networks on random data of the right shapes, in every mode: its baselines
+nxBP and multiLoss, Opacus as it ships, and opacus_ext. The experiments:
 
-- batch: all architectures at several batch sizes (figures 5 and 6 of the paper).
+- exact: one step of each mode against nxBP's: no noise, double precision, half of the
+  samples clipped.
+- batch: five architectures at several batch sizes (figures 5 and 6 of the paper).
 - depth: MLP and CNN with more layers (figure 7).
-- image: the CNN on larger images (figure 9, where the paper has ResNet 18).
+- networks: ResNet and VGG with frozen BatchNorm (figure 8).
+- image: ResNet-18 on larger images (figure 9). multiLoss and modes that hold the
+  gradients of all samples are left out: they take minutes or gigabytes.
+- memory: the largest batch of ResNet-18 under a cap of memory (section 6.7), to 5 %,
+  each mode in a process of its own. Of nxBP and multiLoss only three samples' gradients
+  are taken, as those of the others need no more memory.
 
-Steps, noise and turns are those of ``step_time.py``. A cell shows the ratio to the
-non-private step, by the minima / by the median of the turns. nxBP and multiLoss take
-every fifth turn. Opacus gets its own layers in the place of torch's recurrent ones and
-attention (DPLSTM, DPRNN, DPMultiheadAttention); all other modes run torch's.
-
-``--check`` first compares one step of each mode with nxBP's: no noise, double
-precision, half of the samples clipped. ``--plot`` draws the paper's figures as one
-picture, with ``--from-json`` from an earlier run's results. The bars at the end are for
-the batch sizes 32 and 128, and use the minimum.
+Steps, noise and turns are those of ``step_time.py``. Time is process time of one
+thread, the least of the turns; a ratio is that to the non-private step. nxBP and
+multiLoss take every fifth turn. Opacus gets its own layers in the place of torch's
+recurrent ones and attention (DPLSTM, DPRNN, DPMultiheadAttention); all other modes run
+torch's. At the end the claims of ``docs/explanation/papers.md`` are compared with their
+bounds. All goes to one file of JSON lines, of which ``python -m benchmarks tables``
+makes the tables of that page, and ``--plot`` a picture.
 """
 
 import argparse
 import gc
 import json
 import math
+import os
+import platform
+import subprocess
+import sys
+import time
 import warnings
+from datetime import date
+from functools import partial
+from importlib.metadata import version
+from itertools import islice
+from pathlib import Path
 from statistics import median
-from typing import Any, Callable, Dict, List, NamedTuple, Tuple
+from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Tuple
 from unittest.mock import patch
 
 import _baselines
 import step_time
 import torch
+from _architectures import NETWORKS, Case, Recurrent, model_and_data
+from figure3 import largest_batch
 from opacus.layers import DPRNN, DPMultiheadAttention
 from opacus.validators import ModuleValidator
 from step_time import (
     BASELINE,
+    GIVE_BACK,
     Mode,
     Row,
     Step,
-    bar,
     non_private,
+    peak_memory,
     print_header,
     private,
     refusal,
@@ -50,144 +68,11 @@ from torch import nn
 from torch.nn.utils import get_total_norm
 from torch.utils.data import TensorDataset
 
-CLASSES, VOCABULARY, LENGTH, WIDTH, HIDDEN = 10, 2000, 64, 200, 128
-EPOCH = 60_000  # samples, the size of MNIST's training set
-BARS = {"MLP, nxBP": 40.0, "MLP, non-private": 1.6, "best": 1.0}
 CHECK_LIMIT = 1e-6
+SMALL = ("MLP", "CNN", "RNN", "LSTM", "Transformer")
+MOST = 1024  # no larger batch is tried
 COLUMNS = 4  # of panels
-FULL = {
-    "batch": [16, 32, 64, 128],
-    "depth": [2, 4, 6, 8],
-    "image": [28, 64, 96, 128],
-    "repeats": 10,
-}
-QUICK = {"batch": [4, 8], "depth": [2, 3], "image": [28, 36], "repeats": 2}
-
-
-class Case(NamedTuple):
-    """What is timed; ``depth`` is for MLP and CNN, ``image`` for the CNN."""
-
-    architecture: str
-    batch: int = 32
-    depth: int = 2
-    image: int = 28
-
-
-# -- the paper's architectures -----------------------------------------------------
-
-
-class Recurrent(nn.Module):
-    """A recurrent layer's output at the last step: [B, T, d] -> [B, width]."""
-
-    def __init__(self, layer: nn.RNNBase):
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layer(x)[0][:, -1]
-
-
-class Positions(nn.Module):
-    """Adds the sinusoidal encoding of the positions: [B, T, d] -> [B, T, d]."""
-
-    def __init__(self, length: int, width: int):
-        super().__init__()
-        rates = 1e4 ** (-torch.arange(0, width, 2) / width)
-        angles = torch.arange(length)[:, None] * rates
-        self.register_buffer("encoding", torch.cat([angles.sin(), angles.cos()], 1))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.encoding
-
-
-class Mean(nn.Module):
-    """Averages over the tokens: [B, T, d] -> [B, d]."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x.mean(1)
-
-
-def mlp(case: Case) -> List[nn.Module]:
-    """Hidden layers of 128, 256, 256, ... units."""
-    layers: List[nn.Module] = [nn.Flatten()]
-    width = 28 * 28
-    for next_width in [128] + [256] * (case.depth - 1):
-        layers += [nn.Linear(width, next_width), nn.Sigmoid()]
-        width = next_width
-    return [*layers, nn.Linear(width, CLASSES)]
-
-
-def cnn(case: Case) -> List[nn.Module]:
-    """
-    The paper's two convolutions, each with max pooling, and a hidden linear layer; more
-    depth is more convolutions, which keep the size, after them.
-    """
-    layers: List[nn.Module] = []
-    for channels, next_channels in ((1, 20), (20, 50)):
-        layers += [nn.Conv2d(channels, next_channels, 5), nn.Sigmoid()]
-        layers += [nn.MaxPool2d(2)]
-    for _ in range(case.depth - 2):
-        layers += [nn.Conv2d(50, 50, 5, padding=2), nn.Sigmoid()]
-    side = ((case.image - 4) // 2 - 4) // 2
-    layers += [nn.Flatten(), nn.Linear(50 * side * side, 128), nn.Sigmoid()]
-    return [*layers, nn.Linear(128, CLASSES)]
-
-
-def recurrent(cell: Callable[..., nn.RNNBase], tokens: bool) -> Callable:
-    """
-    One layer over an image's rows, or over embedded tokens. Gradients that vanish on
-    the way to the first tokens have products in denormal numbers, slow on CPU.
-    """
-
-    def build(case: Case) -> List[nn.Module]:
-        layers: List[nn.Module] = [nn.Embedding(VOCABULARY, WIDTH)] if tokens else []
-        layer = cell(WIDTH if tokens else 28, HIDDEN, batch_first=True)
-        return [*layers, Recurrent(layer), nn.Linear(HIDDEN, CLASSES)]
-
-    return build
-
-
-def transformer(case: Case) -> List[nn.Module]:
-    """One encoder block on embeddings of 200 dimensions."""
-    block = nn.TransformerEncoderLayer(
-        WIDTH, nhead=8, dim_feedforward=4 * WIDTH, dropout=0.0, batch_first=True
-    )
-    embedding = [nn.Embedding(VOCABULARY, WIDTH), Positions(LENGTH, WIDTH)]
-    return [*embedding, block, Mean(), nn.Linear(WIDTH, CLASSES)]
-
-
-ARCHITECTURES: Dict[str, Callable[[Case], List[nn.Module]]] = {
-    "MLP": mlp,
-    "CNN": cnn,
-    "RNN": recurrent(nn.RNN, tokens=False),
-    "LSTM": recurrent(nn.LSTM, tokens=False),
-    "RNN-tokens": recurrent(nn.RNN, tokens=True),
-    "LSTM-tokens": recurrent(nn.LSTM, tokens=True),
-    "Transformer": transformer,
-}
-EXPERIMENTS = {  # each varies the field of Case that has its name
-    "batch": list(ARCHITECTURES),
-    "depth": ["MLP", "CNN"],
-    "image": ["CNN"],
-}
-
-
-def random_data(case: Case) -> TensorDataset:
-    """Images, their rows, or tokens; step_time's loss takes one target a token."""
-    if case.architecture in ("RNN", "LSTM"):
-        inputs = torch.rand(case.batch, 28, 28)
-    elif case.architecture in ("MLP", "CNN"):
-        inputs = torch.rand(case.batch, 1, case.image, case.image)
-    else:
-        inputs = torch.randint(VOCABULARY, (case.batch, LENGTH))
-    return TensorDataset(inputs, torch.randint(CLASSES, (case.batch, 1)))
-
-
-def model_and_data(case: Case) -> Tuple[nn.Module, TensorDataset]:
-    """The same for the same case; the loss takes logits [B, tokens, classes]."""
-    torch.manual_seed(0)
-    layers, data = ARCHITECTURES[case.architecture](case), random_data(case)
-    return nn.Sequential(*layers, nn.Unflatten(1, (1, CLASSES))), data
+MEMORY = Case("ResNet-18", image=64)
 
 
 # -- modes -------------------------------------------------------------------------
@@ -228,11 +113,43 @@ SLOW, SLOW_EVERY = ("nxBP", "multiLoss"), 5
 OPACUS = [name for name, mode in MODES.items() if mode.build is stock]
 OURS = [name for name, mode in MODES.items() if mode.ours]
 CHECKED = ["multiLoss", *OPACUS, *OURS]
+LIGHT = (BASELINE, "nxBP", "Opacus ghost", "ghost", "ghost_bk")
 
 
-def build(name: str, model: nn.Module, data: TensorDataset) -> Step:
+def build(name: str, case: Case) -> Step:
     select(MODES[name])
-    return MODES[name].build(model, data, MODES[name].grad_sample_mode)
+    return MODES[name].build(*model_and_data(case), MODES[name].grad_sample_mode)
+
+
+class Experiment(NamedTuple):
+    """The field of Case that varies, its values, and what does not vary."""
+
+    varies: str
+    values: Tuple[int, ...]
+    architectures: Tuple[str, ...]
+    fixed: Dict[str, int] = {}
+    modes: Tuple[str, ...] = tuple(MODES)
+
+    def cases(self) -> Iterator[Case]:
+        for architecture in self.architectures:
+            for value in self.values:
+                yield Case(architecture, **{**self.fixed, self.varies: value})
+
+
+EXPERIMENTS = {
+    "batch": Experiment("batch", (16, 32, 64, 128), SMALL),
+    "depth": Experiment("depth", (2, 4, 6, 8), ("MLP", "CNN"), {"batch": 128}),
+    "networks": Experiment("image", (64,), ("ResNet-18", "VGG-11"), {"batch": 20}),
+    "image": Experiment(
+        "image", (32, 64, 96, 128), ("ResNet-18",), {"batch": 32}, LIGHT
+    ),
+}
+QUICK = {
+    "batch": Experiment("batch", (4, 8), SMALL),
+    "depth": Experiment("depth", (2, 3), ("MLP",), {"batch": 4}),
+    "networks": Experiment("image", (32,), ("ResNet-18", "VGG-11"), {"batch": 2}),
+    "image": Experiment("image", (32, 64), ("ResNet-18",), {"batch": 2}, LIGHT),
+}
 
 
 # -- do the modes agree? -----------------------------------------------------------
@@ -250,8 +167,9 @@ def state(model: nn.Module) -> Dict[str, torch.Tensor]:
 def update(name: str, case: Case) -> Dict[str, torch.Tensor]:
     """What one step subtracts from each parameter."""
     model, data = model_and_data(case)
-    before = {key: value.clone() for key, value in model.state_dict().items()}
-    build(name, model, data)()
+    before = {key: p.detach().clone() for key, p in model.named_parameters()}
+    select(MODES[name])
+    MODES[name].build(model, data, MODES[name].grad_sample_mode)()
     after = state(model)
     return {key: before[key] - after[key] for key in before}
 
@@ -272,10 +190,8 @@ def deviation(
 
 def compare(case: Case) -> List[Row]:
     """The deviation of each private mode's step, free of noise, from that of nxBP."""
-    norms = [
-        get_total_norm(g) for g in _baselines.nx_bp_gradients(*model_and_data(case))
-    ]
-    bound = median(map(float, norms))  # clips half of the samples
+    gradients = _baselines.nx_bp_gradients(*model_and_data(case))
+    bound = median(float(get_total_norm(g)) for g in gradients)  # clips half of them
     rows: List[Row] = []
     with patch.multiple(step_time, SIGMA=0.0, LR=1.0, MAX_GRAD_NORM=bound):
         true = update("nxBP", case)
@@ -288,61 +204,65 @@ def compare(case: Case) -> List[Row]:
     return rows
 
 
-def check(architectures: List[str]) -> List[Row]:
+def check(architectures: Tuple[str, ...] = tuple(NETWORKS)) -> Iterator[Row]:
     """Compare the modes on each architecture, and print the deviations."""
     print_header("## Largest relative deviation from nxBP", ["architecture", *CHECKED])
-    results: List[Row] = []
     torch.set_default_dtype(torch.float64)
     try:
         for architecture in architectures:
-            rows = compare(Case(architecture, batch=4, depth=3))
+            image = 28 if architecture in SMALL else 32
+            rows = compare(Case(architecture, batch=4, depth=3, image=image))
             print_cells([architecture, *(cell(row, "{deviation:.0e}") for row in rows)])
-            results += rows
+            yield from rows
     finally:
         torch.set_default_dtype(torch.float32)
-    print("\nA gradient of zero is compared relative to all gradients.")
-    exact = [row for row in results if row["mode"] not in OPACUS]
-    worst = max(row.get("deviation", math.inf) for row in exact)
-    verdict = "agree" if worst <= CHECK_LIMIT else "DO NOT AGREE"
-    print(f"The baselines and opacus_ext {verdict}: {worst:.0e}.", flush=True)
-    return results
 
 
 # -- time --------------------------------------------------------------------------
 
 
-def time_case(case: Case, repeats: int) -> List[Row]:
-    """Interleave the modes; one row a mode, a refusal in place of times."""
+def time_case(case: Case, names: Tuple[str, ...], seconds: float) -> List[Row]:
+    """
+    As many turns as fit into the seconds, 2 to 50; one row a mode, a refusal in place
+    of times.
+    """
     gc.collect()
     steps: Dict[str, Step] = {}
-    rows: Dict[str, Row] = {name: {**case._asdict(), "mode": name} for name in MODES}
-    for name in MODES:
+    rows: Dict[str, Row] = {name: {**case._asdict(), "mode": name} for name in names}
+    start = time.process_time()
+    for name in names:
         try:
-            step = build(name, *model_and_data(case))
-            step()
-            steps[name] = step
+            steps[name] = build(name, case)
+            if name not in SLOW:
+                steps[name]()
         except Exception as error:
+            steps.pop(name, None)
             rows[name]["refused"] = refusal(name, error)
-    times = take_turns(steps, MODES, repeats, slow=SLOW, every=SLOW_EVERY)
+    turns = round(seconds / (time.process_time() - start))
+    times = take_turns(
+        steps,
+        MODES,
+        max(2, min(turns, 50)),
+        slow=SLOW,
+        every=SLOW_EVERY,
+        clock=time.process_time,
+    )
     for name, row in times.items():
         rows[name].update(row)
     return list(rows.values())
 
 
-def run(experiment: str, cases: List[Case], repeats: int) -> List[Row]:
+def run(experiment: Experiment, seconds: float) -> Iterator[Row]:
     """Time the cases, printed as a table with a column a mode."""
-    columns = ["architecture", experiment, f"{BASELINE}, ms"]
-    names = [name for name in MODES if name != BASELINE]
-    print_header(f"## Time of a step by {experiment}", columns + names)
-    results: List[Row] = []
-    for case in cases:
-        base, *rows = time_case(case, repeats)
-        cells = [case.architecture, str(getattr(case, experiment))]
-        cells.append(cell(base, "{min_ms:.1f} / {median_ms:.1f}"))
-        ratios = [cell(row, "{ratio:.2f} / {ratio_median:.2f}") for row in rows]
-        print_cells(cells + ratios)
-        results += [base, *rows]
-    return results
+    names = experiment.modes
+    columns = ["architecture", experiment.varies, f"{BASELINE}, ms", *names[1:]]
+    print_header("## Time of a step", columns)
+    for case in experiment.cases():
+        base, *rows = time_case(case, names, seconds)
+        cells = [case.architecture, str(getattr(case, experiment.varies))]
+        cells.append(cell(base, "{min_ms:.1f}"))
+        print_cells(cells + [cell(row, "{ratio:.2f}") for row in rows])
+        yield from (base, *rows)
 
 
 def cell(row: Row, template: str) -> str:
@@ -353,37 +273,116 @@ def print_cells(cells: List[str]) -> None:
     print("| " + " | ".join(cells) + " |", flush=True)
 
 
-# -- bars --------------------------------------------------------------------------
+# -- memory ------------------------------------------------------------------------
 
 
-def best(rows: Dict[str, Row], names: List[str]) -> float:
-    """The least time; infinite where all of the modes refuse."""
-    return min(rows[name].get("min_ms", math.inf) for name in names)
+def of_three(gradients: Callable[..., Any]) -> Callable[..., Step]:
+    """A baseline that ends after three samples."""
+    return _baselines.baseline(lambda *args: islice(gradients(*args), 3))
 
 
-def check_bars(rows: List[Row]) -> List[Row]:
-    """Compare the times by batch size with the bars; other sizes have none."""
-    cases: Dict[Tuple[str, int], Dict[str, Row]] = {}
-    for row in rows:
-        cases.setdefault((row["architecture"], row["batch"]), {})[row["mode"]] = row
-    print("\n## Bars, by the minimum\n")
-    bars = []
-    if ("MLP", 128) in cases:
-        times = cases["MLP", 128]
-        ours = best(times, ["ghost_bk"])
-        name = "ghost_bk, times faster than nxBP, MLP, batch 128"
-        faster = best(times, ["nxBP"]) / ours
-        bars.append(bar(name, faster, BARS["MLP, nxBP"], at_least=True))
-        name = "ghost_bk, ratio to non-private, MLP, batch 128"
-        bars.append(bar(name, ours / best(times, [BASELINE]), BARS["MLP, non-private"]))
-    for (architecture, batch), times in cases.items():
-        if batch in (32, 128):
-            name = f"our best mode to Opacus's best, {architecture}, batch {batch}"
-            ratio = best(times, OURS) / best(times, OPACUS)
-            bars.append(bar(name, ratio, BARS["best"]))
-    if not bars:
-        print("None: they are for the batch sizes 32 and 128.")
-    return bars
+def print_largest(name: str, cap: float) -> None:
+    """What the child process of ``largest`` does: batch, and MiB by batch."""
+    MODES["nxBP"] = Mode(of_three(_baselines.nx_bp_gradients))
+    MODES["multiLoss"] = Mode(of_three(_baselines.multi_loss_gradients))
+    tiny = partial(build, name, MEMORY._replace(batch=2, image=32))
+
+    def peak(batch: int) -> float:
+        return peak_memory(
+            tiny, partial(build, name, MEMORY._replace(batch=batch)), "cpu", steps=2
+        )
+
+    first = MOST if name == "nxBP" else 8  # a batch costs nxBP its images only
+    batch, peaks = largest_batch(peak, cap * 2**20, MOST, first=first)
+    print(json.dumps([batch, {b: round(peak / 2**20) for b, peak in peaks.items()}]))
+
+
+def largest(cap: float) -> Iterator[Row]:
+    """The largest batch of each mode under a cap in MiB."""
+    columns = ["mode", "largest batch", "MiB by batch"]
+    print_header(f"## Memory under {cap:g} MiB", columns)
+    root = str(Path(__file__).parents[1])
+    env = dict(os.environ, PYTHONPATH=root, **GIVE_BACK)
+    for name in MODES:
+        command = [sys.executable, __file__, "--largest", name, "--cap", str(cap)]
+        child = subprocess.run(command, env=env, capture_output=True, text=True)
+        if child.returncode:
+            raise RuntimeError(f"{name}:\n{child.stderr}")
+        batch, peaks = json.loads(child.stdout.splitlines()[-1])
+        print_cells([name, str(batch), str(peaks)])
+        case = MEMORY._replace(batch=batch)._asdict()
+        yield {**case, "mode": name, "peak_mib": peaks, "cap_mib": cap}
+
+
+# -- claims ------------------------------------------------------------------------
+
+
+def claims(rows: List[Row]) -> Iterator[Row]:
+    """
+    What the page says, as bounds that leave room for other machines. One of cases that
+    were not run is left out.
+    """
+
+    def ms(experiment: str, architecture: str, *names: str, **case: int) -> float:
+        """The least time of the modes; infinite where all of them refuse."""
+        wanted = {"experiment": experiment, "architecture": architecture, **case}
+        found = [
+            row.get("min_ms", math.inf)
+            for row in rows
+            if wanted.items() <= row.items() and row["mode"] in names
+        ]
+        return min(found, default=math.nan)
+
+    def most(limit: float, claim: str, value: float) -> Row:
+        return {"claim": claim, "value": value, "at_most": limit}
+
+    def least(limit: float, claim: str, value: float) -> Row:
+        return {"claim": claim, "value": value, "at_least": limit}
+
+    exact = [
+        row.get("deviation", math.inf)
+        for row in rows
+        if row["experiment"] == "exact" and row["mode"] not in OPACUS
+    ]
+    name = "largest deviation of multiLoss and opacus_ext from nxBP"
+    told = [most(CHECK_LIMIT, name, max(exact, default=math.nan))]
+
+    mlp = partial(ms, "batch", "MLP")
+    faster = mlp("nxBP", batch=128) / mlp("ghost_bk", batch=128)
+    told.append(least(5, 'MLP, batch 128: nxBP to "ghost_bk"', faster))
+    for batch in (16, 128):
+        added = mlp("ghost_bk", batch=batch) - mlp(BASELINE, batch=batch)
+        name = f'MLP, batch {batch}: ms that "ghost_bk" adds'
+        told.append(most(6, name, added))
+    for mode, bound in (("nxBP", least), ("ghost", most), ("ghost_bk", most)):
+        grown = mlp(mode, batch=128) / mlp(mode, batch=16) / 8
+        name = f'MLP: time of an epoch in "{mode}", batch 128 to batch 16'
+        told.append(bound(0.5, name, grown))
+    for architecture in SMALL[1:]:  # Opacus has less Python for an MLP
+        for batch in (32, 128):
+            time_of = partial(ms, "batch", architecture, batch=batch)
+            name = f"{architecture}, batch {batch}: our best mode to Opacus's best"
+            told.append(most(1, name, time_of(*OURS) / time_of(*OPACUS)))
+    for architecture in NETWORKS:
+        time_of = partial(ms, "networks", architecture)
+        name = f'{architecture}, batch 20: "ghost_bk" to nxBP'
+        told.append(most(1, name, time_of("ghost_bk") / time_of("nxBP")))
+    gain = {
+        image: ms("image", "ResNet-18", "nxBP", image=image)
+        / ms("image", "ResNet-18", "ghost", image=image)
+        for image in (32, 128)
+    }
+    name = 'ResNet-18, 128 to 32 pixels: gain of "ghost" over nxBP'
+    told.append(most(1, name, gain[128] / gain[32]))
+    batches = {row["mode"]: row["batch"] for row in rows if "cap_mib" in row}
+    for mode, share in (("ghost", 0.5), ("ghost_bk", 0.35)):
+        found = batches.get(mode, math.nan) / batches.get(BASELINE, math.nan)
+        told.append(least(share, f'largest batch of "{mode}" to non-private', found))
+
+    for row in told:
+        if not math.isnan(row["value"]):
+            limits = row.get("at_least", -math.inf), row.get("at_most", math.inf)
+            yield {**row, "holds": limits[0] <= row["value"] <= limits[1]}
 
 
 # -- the paper's figures -----------------------------------------------------------
@@ -399,120 +398,112 @@ def pyplot() -> Any:
     return matplotlib.pyplot
 
 
-def epoch(row: Row) -> float:
-    """Seconds per epoch, the paper's measure, of as many samples as MNIST has."""
-    return row["min_ms"] / 1e3 * EPOCH / row["batch"]
-
-
-def draw(axes: Any, rows: List[Row], field: str, bars: bool = False) -> None:
-    """The time of every mode over a field of the cases, as lines or groups of bars."""
-    ticks = list(dict.fromkeys(row[field] for row in rows))
-    for i, name in enumerate(MODES):
-        timed = [row for row in rows if row["mode"] == name and "min_ms" in row]
-        times = [epoch(row) for row in timed]
-        if bars:
-            width = 0.9 / len(MODES)
-            shift = (i - (len(MODES) - 1) / 2) * width
-            places = [ticks.index(row[field]) + shift for row in timed]
-            axes.bar(places, times, width, color=f"C{i}", label=name)
-        else:
-            line = f"C{i}o-" if MODES[name].ours else f"C{i}o--"
-            places = [row[field] for row in timed]
-            axes.plot(places, times, line, markersize=4, label=name)
-    axes.set_xticks(range(len(ticks)) if bars else ticks, ticks)
-    axes.set(xlabel=field, yscale="log", ylabel="seconds per epoch")
-
-
-def plot(results: Dict[str, Any], path: str) -> None:
-    """The architectures at one batch size, and below a panel for each experiment."""
+def plot(rows: List[Row], path: str) -> None:
+    """A panel for each architecture in each experiment: time of a sample by mode."""
     panels: Dict[Tuple[str, str], List[Row]] = {}
-    for experiment in EXPERIMENTS:
-        for row in results.get(experiment, []):
-            panels.setdefault((row["architecture"], experiment), []).append(row)
-    if not panels:
-        raise SystemExit("No times to draw.")
-    at_once = results.get("batch", [])
-    sizes = {row["batch"] for row in at_once}
-    batch = 32 if 32 in sizes else max(sizes, default=0)
-    at_once = [row for row in at_once if row["batch"] == batch]
-
-    height = bool(at_once) + math.ceil(len(panels) / COLUMNS)
+    for row in rows:
+        if "min_ms" in row:
+            key = row["experiment"], row["architecture"]
+            panels.setdefault(key, []).append(row)
+    height = math.ceil(len(panels) / COLUMNS)
     size = (4 * COLUMNS, 3.2 * height)
-    figure = pyplot().figure(figsize=size, layout="constrained")
-    grid = figure.add_gridspec(height, COLUMNS)
-    if at_once:
-        axes = figure.add_subplot(grid[0, :])
-        axes.set_title(f"Batch size {batch}")
-        draw(axes, at_once, "architecture", bars=True)
-    for i, ((architecture, experiment), rows) in enumerate(panels.items()):
-        axes = figure.add_subplot(grid[divmod(i + COLUMNS * bool(at_once), COLUMNS)])
-        axes.set_title(f"{architecture} by {experiment}")
-        draw(axes, rows, experiment)
-    handles, labels = figure.axes[0].get_legend_handles_labels()
+    figure, grid = pyplot().subplots(
+        height, COLUMNS, figsize=size, layout="constrained", squeeze=False
+    )
+    for axes in grid.flat[len(panels) :]:
+        axes.remove()
+    for axes, ((name, architecture), timed) in zip(grid.flat, panels.items()):
+        field = EXPERIMENTS[name].varies
+        for i, mode in enumerate(MODES):
+            points = [
+                (row[field], row["min_ms"] / row["batch"])
+                for row in timed
+                if row["mode"] == mode
+            ]
+            line = f"C{i}o-" if MODES[mode].ours else f"C{i}o--"
+            axes.plot(*zip(*points), line, markersize=4, label=mode)
+        axes.set(xlabel=field, yscale="log", ylabel="ms a sample")
+        axes.set_title(f"{architecture} by {field}")
+    handles, labels = grid.flat[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside upper center", ncols=len(MODES))
     figure.savefig(path, dpi=100)
+
+
+# -- the command -------------------------------------------------------------------
+
+
+def machine() -> str:
+    """The processor as the system names it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text("utf-8").splitlines()
+        return next(x.split(": ")[1] for x in lines if x.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+def where() -> Row:
+    """What every row says: when, with what, and on which machine."""
+    packages = ("torch", "opacus", "opacus_ext")
+    versions = {name: version(name) for name in packages}
+    cores = f"{machine()}, {os.cpu_count()} cores, one thread"
+    return {"date": date.today().isoformat(), **versions, "machine": cores}
+
+
+def measure(args: argparse.Namespace) -> Iterator[Row]:
+    """The rows of the experiments, and of the claims that they allow."""
+    experiments = QUICK if args.quick else EXPERIMENTS
+    rows: List[Row] = []
+    for name in args.experiments:
+        if name == "exact":
+            found = check()
+        elif name == "memory":
+            found = largest(args.cap)
+        else:
+            found = run(experiments[name], args.seconds)
+        for row in found:
+            rows.append({"experiment": name, **row})
+            yield rows[-1]
+    print("\n## Claims\n")
+    for row in claims(rows):
+        bound = "at most" if "at_most" in row else "at least"
+        limit = row[bound.replace(" ", "_")]
+        verdict = "holds" if row["holds"] else "FAILS"
+        print(f"{verdict}  {row['value']:.2g}, {bound} {limit:g}  {row['claim']}")
+        yield {"experiment": "claims", **row}
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     add = parser.add_argument
-    names, architectures = list(EXPERIMENTS), list(ARCHITECTURES)
-    add("--experiments", nargs="*", choices=names, default=names)
-    add("--architectures", nargs="+", choices=architectures, default=architectures)
-    add("--batches", nargs="+", type=int, dest="batch", metavar="N")
-    add("--depths", nargs="+", type=int, dest="depth", metavar="N")
-    add("--images", nargs="+", type=int, dest="image", metavar="N")
-    add("--repeats", type=int)
-    add("--quick", action="store_true", help="small sizes, two repeats")
-    add("--check", action="store_true", help="first check that the modes agree")
-    add("--threads", type=int, default=1)
-    add("--json", metavar="PATH", help="also write the results there")
-    add("--plot", metavar="PATH", help="also draw the results there, e.g. times.png")
-    add("--from-json", metavar="PATH", help="only draw these results")
-    args = parser.parse_args()
-    if args.from_json and not args.plot:
-        parser.error("--from-json needs --plot")
-    for name, default in (QUICK if args.quick else FULL).items():
-        if getattr(args, name) is None:
-            setattr(args, name, default)
-    return args
-
-
-def measure(args: argparse.Namespace) -> Dict[str, Any]:
-    threads = torch.get_num_threads()
-    print(f"torch {torch.__version__}, cpu, {threads} CPU threads")
-    results: Dict[str, Any] = {"device": "cpu", "threads": threads}
-    if args.check:
-        results["check"] = check(args.architectures)
-    for experiment in args.experiments:
-        cases = [
-            Case(architecture)._replace(**{experiment: size})
-            for architecture in EXPERIMENTS[experiment]
-            if architecture in args.architectures
-            for size in getattr(args, experiment)
-        ]
-        results[experiment] = run(experiment, cases, args.repeats)
-    if "batch" in results:
-        results["bars"] = check_bars(results["batch"])
-    return results
+    names = ["exact", *EXPERIMENTS, "memory"]
+    add("--experiments", nargs="+", choices=names, default=names, metavar="NAME")
+    add("--quick", action="store_true", help="small sizes")
+    add("--seconds", type=float, default=6.0, help="for the turns of a case, about")
+    add("--cap", type=float, default=256, help="MiB of memory for the largest batch")
+    add("--out", metavar="PATH", help="write the results there, as lines of JSON")
+    add("--plot", metavar="PATH", help="draw the results there, e.g. times.png")
+    add("--largest", choices=list(MODES), help=argparse.SUPPRESS)
+    return parser.parse_args()
 
 
 def main() -> None:
-    warnings.filterwarnings("ignore", message="Secure RNG turned off")
-    warnings.filterwarnings("ignore", message="Full backward hook is firing")
+    warnings.simplefilter("ignore")  # on noise, which is nobody's here
     args = parse_arguments()
+    torch.set_num_threads(1)
+    if args.largest:
+        return print_largest(args.largest, args.cap)
     if args.plot:
         pyplot()  # fails now rather than after the measurements
-    if args.from_json:
-        with open(args.from_json) as file:
-            return plot(json.load(file), args.plot)
-    torch.set_num_threads(args.threads)
-    results = measure(args)
-    if args.json:
-        with open(args.json, "w") as file:
-            json.dump(results, file, indent=1)
+    rows = []
+    with open(args.out or os.devnull, "w") as file:
+        for row in measure(args):
+            rows.append({**row, **where()})
+            file.write(json.dumps(rows[-1]) + "\n")
+            file.flush()
+    spent = sum(os.times()[:4])
+    print(f"\n{spent / 60:.1f} minutes of process time")
     if args.plot:
-        plot(results, args.plot)
+        plot(rows, args.plot)
 
 
 if __name__ == "__main__":

@@ -282,7 +282,11 @@ def print_peak(name: str, size: Size, batch: int, device: str) -> None:
 
 
 def largest_batch(
-    peak: Callable[[int], float], cap: float, most: int, close: float = 0.95
+    peak: Callable[[int], float],
+    cap: float,
+    most: int,
+    close: float = 0.95,
+    first: int = 1,
 ) -> Tuple[int, Dict[int, float]]:
     """
     The largest batch whose peak is below the cap, and the peaks that were measured.
@@ -290,7 +294,7 @@ def largest_batch(
     Each trial is where the line through the last two reaches a little below the cap,
     kept between the largest that fits and the smallest that does not.
     """
-    fits, fails, batch = 0, most + 1, 1
+    fits, fails, batch = 0, most + 1, first
     peaks: Dict[int, float] = {}
     while fits + 1 < fails:
         peaks[batch] = peak(batch)

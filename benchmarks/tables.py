@@ -9,6 +9,7 @@ A page marks a table by its name, in a comment before and one after it::
 """
 
 import json
+import math
 import re
 from pathlib import Path
 from statistics import mean, stdev
@@ -265,6 +266,50 @@ def machines() -> str:
     return written(("", "collectives, bytes", "numbers", "ms", "peak MB"), body)
 
 
+FAST = "fast_clipping-cpu.jsonl"
+FAST_MODES = ("nxBP", "multiLoss", "Opacus hooks", "Opacus ghost")
+FAST_MODES += ("hooks", "ghost", "ghost_bk")
+
+
+def fast_clipping(experiment: str, varies: str) -> str:
+    """Times of the fast-clipping paper's models, as ratios to the non-private step."""
+    found: Dict[Any, Row] = {}
+    for row in rows_of(FAST):
+        if row["experiment"] == experiment:
+            case = row["architecture"], row[varies]
+            found.setdefault(case, {})[row["mode"]] = row
+    if not found:
+        return "(Not measured yet with the command as it is.)"
+    body = []
+    for case, modes in found.items():
+        ratios = (modes.get(mode, {}).get("ratio", math.nan) for mode in FAST_MODES)
+        cells = (f"{ratio:.2f}".replace("nan", "--") for ratio in ratios)
+        body.append((*case, f"{modes['non-private']['min_ms']:.1f}", *cells))
+    return written(("", varies, "non-private, ms", *FAST_MODES), body)
+
+
+def fast_clipping_memory() -> str:
+    """The largest batch of ResNet-18 by mode."""
+    rows = [row for row in rows_of(FAST) if "cap_mib" in row]
+    if not rows:
+        return "(Not measured yet with the command as it is.)"
+    head = f"largest batch under {rows[0]['cap_mib']:g} MiB"
+    return written(("mode", head), [(row["mode"], row["batch"]) for row in rows])
+
+
+def fast_clipping_claims() -> str:
+    """What the page says of the fast-clipping paper's figures, with its bounds."""
+    rows, body = rows_of(FAST), []
+    for row in rows:
+        if row["experiment"] == "claims":
+            bound = "at most" if "at_most" in row else "at least"
+            limit = f"{bound} {row[bound.replace(' ', '_')]:g}"
+            verdict = "holds" if row["holds"] else "fails"
+            body.append((row["claim"], limit, f"{row['value']:.2g}", verdict))
+    where = "{date}, torch {torch}, {machine}".format(**rows[0])
+    return written((f"claim ({where})", "bound", "measured", ""), body)
+
+
 # Llama 3 8B: parameters, and of these the largest one; a layer's inputs and gradients,
 # of which "ghost_bk" keeps one number a token and feature.
 PARAMETERS, LARGEST, LAYERS = 8.03e9, 128256 * 4096, 32
@@ -357,6 +402,12 @@ TABLES: Dict[str, Callable[[], str]] = {
     "speed-readme": speed_of_readme,
     "experts": experts,
     "experts-cost": experts_cost,
+    "fast-clipping-batch": lambda: fast_clipping("batch", "batch"),
+    "fast-clipping-depth": lambda: fast_clipping("depth", "depth"),
+    "fast-clipping-networks": lambda: fast_clipping("networks", "image"),
+    "fast-clipping-image": lambda: fast_clipping("image", "image"),
+    "fast-clipping-memory": fast_clipping_memory,
+    "fast-clipping-claims": fast_clipping_claims,
     "long-sequences": long_sequences,
     "gpu": gpu,
     "h100": h100,

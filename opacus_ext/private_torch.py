@@ -87,10 +87,7 @@ cache_of_parametrize: dict = parametrize._cache
 
 
 def gradients(
-    outputs: Sequence[Any],
-    inputs: Sequence[Any],
-    grads: Sequence[T],
-    retain_graph: bool,
+    outputs: Sequence, inputs: Sequence, grads: Sequence[T], retain_graph: bool
 ) -> Sequence[T | None]:
     """
     Does as ``torch.autograd.grad(outputs, inputs, grads, allow_unused=True)``, which

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+import opacus_ext
 from examples.sequences import synthetic_sequences
 
 FOLDER = Path(__file__).parents[1] / "benchmarks"
@@ -194,3 +195,38 @@ def test_releases_without_training(data, tmp_path):
     assert [row["epsilon"] for row in rows] == [1.0, 2.0, 5.0, 8.0, 10.0]
     text = run("dpformer_report.py", out)
     assert f"{rows[0]['own_last_ndcg_at_10']:.2f}" in text
+
+
+@pytest.fixture
+def fast_clipping(monkeypatch):
+    monkeypatch.syspath_prepend(str(FOLDER))
+    return importlib.import_module("fast_clipping")
+
+
+@pytest.mark.parametrize("architecture", ["MLP", "ResNet-18"])
+def test_a_step_of_fast_clipping_is_that_of_each_sample(fast_clipping, architecture):
+    """In double precision; BatchNorm stays frozen, and so mixes no samples."""
+    try:
+        rows = list(fast_clipping.check((architecture,)))
+    finally:
+        opacus_ext.register()  # Opacus's own modes ran without
+    assert {row["mode"] for row in rows} == set(fast_clipping.CHECKED)
+    assert all(row["deviation"] < 1e-8 for row in rows)
+
+
+def test_claims_of_fast_clipping(fast_clipping):
+    """Those that are stored hold, and are those of the stored times."""
+    path = FOLDER / "results" / "fast_clipping-cpu.jsonl"
+    rows = [json.loads(line) for line in path.read_text("utf-8").splitlines()]
+    stored = [row for row in rows if row["experiment"] == "claims"]
+    found = list(fast_clipping.claims([r for r in rows if r not in stored]))
+    assert stored and all(row["holds"] for row in stored)
+    assert [row["value"] for row in found] == [row["value"] for row in stored]
+    slower = [
+        {**row, "min_ms": 99 * row["min_ms"]}
+        for row in rows
+        if row.get("mode") in fast_clipping.OURS and "min_ms" in row
+    ]
+    others = [row for row in rows if row.get("mode") not in fast_clipping.OURS]
+    others = [row for row in others if row not in stored]
+    assert not all(row["holds"] for row in fast_clipping.claims(others + slower))
