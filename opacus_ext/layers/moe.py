@@ -9,6 +9,7 @@ counted in each sequence, and the balancing loss is a sum of one term per sample
 from __future__ import annotations
 
 import math
+import numbers
 from fractions import Fraction
 from typing import Any, Callable, Dict, List, Optional, Tuple
 
@@ -276,7 +277,7 @@ class SwitchFeedForward(_FeedForward):
             width, hidden, num_experts, activation=F.relu, dispatch=dispatch
         )
         super().__init__(width, experts, 1)
-        if capacity is not None and capacity < 1:
+        if capacity is not None and not capacity >= 1:
             raise Refused(
                 f"capacity must be positive or None, got {capacity}.",
                 parameter="capacity",
@@ -291,15 +292,16 @@ class SwitchFeedForward(_FeedForward):
                 parameter="capacity_factor",
                 remedy="Give one of them.",
             )
-        if not capacity_factor >= 1e-6:
+        is_number = isinstance(capacity_factor, numbers.Real)
+        if not is_number or not capacity_factor >= 1e-6:
             raise Refused(
-                f"capacity_factor must be 1e-6 or more, or None, got "
-                f"{capacity_factor}.",
+                f"capacity_factor must be a number of 1e-6 or more, or None, got "
+                f"{capacity_factor!r}.",
                 parameter="capacity_factor",
             )
         # A fraction: in floating point 1.1 * 50 is above 55.
-        factor = Fraction(min(capacity_factor, num_experts)).limit_denominator(10**6)
-        share = factor / num_experts
+        factor = Fraction(float(min(capacity_factor, num_experts)))
+        share = factor.limit_denominator(10**6) / num_experts
         self.share = share.numerator, share.denominator
 
 

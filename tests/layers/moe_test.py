@@ -3,6 +3,7 @@ import io
 import math
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -110,6 +111,8 @@ def test_capacity_drops_the_later_tokens_of_each_sequence():
         (1.0, 9, 4, 3),
         (1.25, 8, 4, 3),
         (1.1, 50, 5, 11),  # 12 in floating point
+        (np.float32(1.1), 50, 5, 11),
+        (1, 8, 4, 2),
         (1e-6, 9, 4, 1),
         (math.inf, 9, 4, 9),
     ],
@@ -304,6 +307,8 @@ def test_freeze_routers():
     "make, match",
     [
         (lambda: SwitchFeedForward(4, 4, 2, capacity=0), "capacity"),
+        (lambda: SwitchFeedForward(4, 4, 2, capacity=math.nan), "capacity.*got nan"),
+        (lambda: SwitchFeedForward(4, 4, 2, capacity_factor="2"), "number .*got '2'"),
         (lambda: SwitchFeedForward(4, 4, 2, 3, 1.0), "both given. Give one"),
         (lambda: SwitchFeedForward(4, 4, 2, capacity_factor=0), "1e-6 or more.*got 0"),
         (lambda: SwitchFeedForward(4, 4, 2, capacity_factor=math.nan), "got nan"),
