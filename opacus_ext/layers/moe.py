@@ -97,6 +97,11 @@ class Experts(nn.Module):
         return experts_interface(self, *rows).view(x.shape)
 
 
+def _one_hot(index: T, size: int) -> T:
+    """As torch's, but of booleans, and without a look at the data: vmap has none."""
+    return index.unsqueeze(-1) == torch.arange(size, device=index.device)
+
+
 def balancing_loss(probabilities: T, index: T, mask: T | None = None) -> T:
     """
     Measures how unevenly each sample uses the experts, from 1 to their number.
@@ -126,7 +131,7 @@ def balancing_loss(probabilities: T, index: T, mask: T | None = None) -> T:
     keep = keep.to(probabilities)[..., None]
     count = keep.sum(1).clamp(min=1)
     # An index of ``size`` stands for a dropped token.
-    chosen = F.one_hot(index, size + 1)[..., :size].to(probabilities).mean(2)
+    chosen = _one_hot(index, size).to(probabilities).mean(2)
     share = (chosen * keep).sum(1) / count
     return size * (share * (probabilities * keep).sum(1) / count).sum(1)
 
@@ -228,7 +233,8 @@ class _FeedForward(nn.Module):
         self.balancing = balancing_loss(probabilities, index, mask)
         bound = self.bound(index)
         if bound is not None:
-            place = F.one_hot(index[..., 0], size + 1).cumsum(dim=1).gather(2, index)
+            first = _one_hot(index[..., 0], size + 1)
+            place = first.cumsum(dim=1).gather(2, index)
             index = index.masked_fill(place > bound, size)
         return self.run(x, index, self.weigh(chosen))
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.func import functional_call, grad, vmap
 
 from opacus_ext import clipped_grads
 from opacus_ext.layers import (
@@ -80,6 +81,24 @@ def test_each_sample_by_itself(make):
         alone = layer(x[b : b + 1])
         torch.testing.assert_close(alone, together[b : b + 1])
         torch.testing.assert_close(layer.balancing, balancing[b : b + 1])
+
+
+@every_layer
+def test_under_vmap(make):
+    """torch.func alone, with other tokens masked in each sample."""
+    layer, x = make().double(), torch.randn(4, 7, 6).double()
+    mask = torch.arange(7) < torch.tensor([7, 4, 0, 1])[:, None]
+
+    def loss(weights, x, mask):
+        y = functional_call(layer, weights, (x[None], mask[None]))
+        return y.square().sum() + layer.balancing.sum()
+
+    def losses(layer, batch):
+        return layer(*batch).square().sum((1, 2)) + layer.balancing
+
+    expected = oracle(layer, (x, mask), losses)
+    weights = {name: p.detach() for name, p in layer.named_parameters()}
+    assert_same(vmap(grad(loss), (None, 0, 0))(weights, x, mask), expected)
 
 
 @every_layer
