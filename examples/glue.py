@@ -91,9 +91,9 @@ def read_glue(path: Union[str, Path], task: str) -> Examples:
 
     Raises:
         OSError: if the file can't be read
-        Refused: if a column is missing, a row has another number of columns than the
-            header, a class is unknown (test files have none), or there is no row; the
-            message names the line
+        Refused: if the file is not UTF-8, a column is missing, a row has another number
+            of columns than the header, a class is unknown (test files have none), or
+            there is no row; the message names the line
 
     Example:
         >>> from pathlib import Path
@@ -104,45 +104,58 @@ def read_glue(path: Union[str, Path], task: str) -> Examples:
     form = TASKS[task]
     number = {name: i for i, name in enumerate(form.classes)}
     texts, classes = [], []
-    with Path(path).open(encoding="utf-8", newline="\n") as lines:
-        header = _cells(next(lines, ""))
-        names = [form.also.get(name, name) for name in header]
-        missing = [name for name in _needed(form) if name not in names]
-        if missing:
+    first, *lines = _lines(path)
+    header = _cells(first)
+    names = [form.also.get(name, name) for name in header]
+    missing = [name for name in _needed(form) if name not in names]
+    if missing:
+        raise Refused(
+            f"{path}: no column {' or '.join(missing)} in its first line, which "
+            f"has {', '.join(header)[:200]!r}.",
+            parameter="path",
+            remedy=f"{task} needs the files of GLUE that have labels.",
+        )
+    for line, text in enumerate(lines, start=2):
+        if not text.strip():
+            continue
+        cells = _cells(text)
+        if len(cells) != len(names):
             raise Refused(
-                f"{path}: no column {' or '.join(missing)} in its first line, which "
-                f"has {', '.join(header)[:200]!r}.",
+                f"{path}, line {line}: {len(cells)} columns, but the first line "
+                f"has {len(names)}.",
                 parameter="path",
-                remedy=f"{task} needs the files of GLUE that have labels.",
+                remedy="Mend the line, or leave it out.",
             )
-        for line, text in enumerate(lines, start=2):
-            if not text.strip():
-                continue
-            cells = _cells(text)
-            if len(cells) != len(names):
-                raise Refused(
-                    f"{path}, line {line}: {len(cells)} columns, but the first line "
-                    f"has {len(names)}.",
-                    parameter="path",
-                    remedy="Mend the line, or leave it out.",
-                )
-            row = dict(zip(names, cells))
-            if row[form.label] == "-":
-                continue
-            if row[form.label] not in number:
-                raise Refused(
-                    f"{path}, line {line}: {form.label} is {row[form.label][:40]!r}, "
-                    f"not one of {', '.join(form.classes)}.",
-                    parameter="path",
-                    remedy="Mend the line, or leave it out.",
-                )
-            texts.append(form.prompt.format_map(row))
-            classes.append(number[row[form.label]])
+        row = dict(zip(names, cells))
+        if row[form.label] == "-":
+            continue
+        if row[form.label] not in number:
+            raise Refused(
+                f"{path}, line {line}: {form.label} is {row[form.label][:40]!r}, "
+                f"not one of {', '.join(form.classes)}.",
+                parameter="path",
+                remedy="Mend the line, or leave it out.",
+            )
+        texts.append(form.prompt.format_map(row))
+        classes.append(number[row[form.label]])
     if not texts:
         raise Refused(
             f"{path}: no rows.", parameter="path", remedy="Give a file with some."
         )
     return Examples(texts, torch.tensor(classes))
+
+
+def _lines(path: Union[str, Path]) -> List[str]:
+    """The lines of a file, at least one; other characters that end lines do not."""
+    try:
+        # A mark at the start, as some editors write it, is no part of a name.
+        return Path(path).read_bytes().decode("utf-8-sig").split("\n")
+    except UnicodeDecodeError as error:
+        raise Refused(
+            f"{path} is not UTF-8 text ({error}).",
+            parameter="path",
+            remedy="Save it as UTF-8.",
+        ) from error
 
 
 def _cells(line: str) -> Sequence[str]:

@@ -9,6 +9,7 @@ counted in each sequence, and the balancing loss is a sum of one term per sample
 from __future__ import annotations
 
 import math
+import numbers
 from fractions import Fraction
 from typing import Any, Callable, Dict, List, Optional, Tuple
 
@@ -96,6 +97,11 @@ class Experts(nn.Module):
         return experts_interface(self, *rows).view(x.shape)
 
 
+def _one_hot(index: T, size: int) -> T:
+    """As torch's, but of booleans, and without a look at the data: vmap has none."""
+    return index.unsqueeze(-1) == torch.arange(size, device=index.device)
+
+
 def balancing_loss(probabilities: T, index: T, mask: T | None = None) -> T:
     """
     Measures how unevenly each sample uses the experts, from 1 to their number.
@@ -125,7 +131,7 @@ def balancing_loss(probabilities: T, index: T, mask: T | None = None) -> T:
     keep = keep.to(probabilities)[..., None]
     count = keep.sum(1).clamp(min=1)
     # An index of ``size`` stands for a dropped token.
-    chosen = F.one_hot(index, size + 1)[..., :size].to(probabilities).mean(2)
+    chosen = _one_hot(index, size).to(probabilities).mean(2)
     share = (chosen * keep).sum(1) / count
     return size * (share * (probabilities * keep).sum(1) / count).sum(1)
 
@@ -227,7 +233,8 @@ class _FeedForward(nn.Module):
         self.balancing = balancing_loss(probabilities, index, mask)
         bound = self.bound(index)
         if bound is not None:
-            place = F.one_hot(index[..., 0], size + 1).cumsum(dim=1).gather(2, index)
+            first = _one_hot(index[..., 0], size + 1)
+            place = first.cumsum(dim=1).gather(2, index)
             index = index.masked_fill(place > bound, size)
         return self.run(x, index, self.weigh(chosen))
 
@@ -276,7 +283,7 @@ class SwitchFeedForward(_FeedForward):
             width, hidden, num_experts, activation=F.relu, dispatch=dispatch
         )
         super().__init__(width, experts, 1)
-        if capacity is not None and capacity < 1:
+        if capacity is not None and not capacity >= 1:
             raise Refused(
                 f"capacity must be positive or None, got {capacity}.",
                 parameter="capacity",
@@ -291,15 +298,16 @@ class SwitchFeedForward(_FeedForward):
                 parameter="capacity_factor",
                 remedy="Give one of them.",
             )
-        if not capacity_factor >= 1e-6:
+        is_number = isinstance(capacity_factor, numbers.Real)
+        if not is_number or not capacity_factor >= 1e-6:
             raise Refused(
-                f"capacity_factor must be 1e-6 or more, or None, got "
-                f"{capacity_factor}.",
+                f"capacity_factor must be a number of 1e-6 or more, or None, got "
+                f"{capacity_factor!r}.",
                 parameter="capacity_factor",
             )
         # A fraction: in floating point 1.1 * 50 is above 55.
-        factor = Fraction(min(capacity_factor, num_experts)).limit_denominator(10**6)
-        share = factor / num_experts
+        factor = Fraction(float(min(capacity_factor, num_experts)))
+        share = factor.limit_denominator(10**6) / num_experts
         self.share = share.numerator, share.denominator
 
 

@@ -8,6 +8,7 @@ import pytest
 
 from examples.glue import read_glue
 from examples.hashed_words import HashedWords
+from opacus_ext.refused import Refused
 
 SST2 = os.environ.get("OPACUS_EXT_SST2")  # the folder
 
@@ -23,6 +24,7 @@ def write(tmp_path, text):
     [
         "sentence\tlabel\na fine film \t1\nno 'plot\" at all\t0\n",  # GLUE's order
         "label\tsentence\n1\ta fine film\n0\tno 'plot\" at all",
+        "\ufeffsentence\tlabel\na fine film\t1\nno 'plot\" at all\t0\n",
         "label\tcontent\r\n1\ta fine film\r\n\r\n0\tno 'plot\" at all\r\n",
     ],
 )
@@ -72,6 +74,13 @@ def test_mnli(tmp_path):
 def test_refused(tmp_path, task, text, message):
     with pytest.raises(ValueError, match=message):
         read_glue(write(tmp_path, text), task)
+
+
+def test_not_utf8(tmp_path):
+    path = tmp_path / "file.tsv"
+    path.write_bytes("sentence\tlabel\nein schöner Film\t1\n".encode("latin-1"))
+    with pytest.raises(Refused, match="file.tsv is not UTF-8.* Save it as UTF-8"):
+        read_glue(path, "sst2")
 
 
 def test_fingerprint(tmp_path):

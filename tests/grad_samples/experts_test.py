@@ -3,11 +3,13 @@
 import pytest
 import torch
 from torch import nn
+from torch.func import grad, vmap
 from torch.nn import functional as F
 
+from opacus_ext.grad_sample.rules.experts import grouped_linear
 from opacus_ext.layers import Experts, balancing_loss
 from opacus_ext.refused import Refused
-from tests.common import next_token_loss, run_mode, square_loss
+from tests.common import next_token_loss, oracle, run_mode, square_loss
 from tests.grad_samples.moe_families_test import batch_of, build, loss_fn
 from tests.grad_samples.rule_case import MODE, exact
 
@@ -120,6 +122,77 @@ def test_kinds_of_stacked_experts(gated, bias):
     for B, T in ((4, 6), (5, 5), (0, 3)):
         model = Mixtures(stacked, gated=gated, bias=bias).double()
         exact(model, torch.randn(B, T, 3).double(), square_loss)
+
+
+def of_backward(value, weight):
+    weight = weight.clone().requires_grad_()
+    value(weight).backward()
+    return weight.grad
+
+
+def without_grad(f, x, w):
+    with torch.no_grad():
+        y = f(x, w)
+    return x.sum() * y
+
+
+# Gradients of weights through a gradient of inputs, by levels of torch.func.
+LEVELS = {
+    "grad, grad": lambda f, x, w: grad(lambda w: grad(f)(x, w).square().sum())(w),
+    "backward, grad": lambda f, x, w: of_backward(
+        lambda w: grad(f)(x, w).square().sum(), w
+    ),
+    "backward, vmap, grad": lambda f, x, w: of_backward(
+        lambda w: vmap(grad(f), (0, None))(torch.stack([x, 2 * x]), w).norm(), w
+    ),
+    "grad, vmap, grad": lambda f, x, w: grad(
+        lambda w: vmap(grad(f), (None, 0))(x, torch.stack([w, 2 * w])).norm()
+    )(w),
+    "no_grad inside": lambda f, x, w: grad(
+        lambda w: grad(lambda x: without_grad(f, x, w))(x).norm() + w.sum()
+    )(w),
+}
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("name", LEVELS)
+def test_levels_of_torch_func(name, padded):
+    """None is forgotten: each level records what the one above it computes."""
+    index, x = torch.tensor([0, 2, 2, 1, 3]), torch.randn(5, 4).double()
+    weight = torch.randn(3, 4, 2).double()
+
+    def ours(x, w):
+        return grouped_linear(x, index, w, padded=padded).pow(3).sum()
+
+    def plain(x, w):
+        weights = torch.cat([w, torch.zeros_like(w[:1])])[index]
+        return (x.unsqueeze(1) @ weights).pow(3).sum()
+
+    of = LEVELS[name]
+    torch.testing.assert_close(of(ours, x, weight), of(plain, x, weight))
+
+
+def by_autograd(f):
+    def gradient(x):
+        x = x.detach().requires_grad_()
+        return torch.autograd.grad(f(x), x, create_graph=True)[0]
+
+    return gradient
+
+
+def test_penalty_by_torch_func():
+    """The gradient of each sample, in its loss; the oracle has it by autograd."""
+
+    class Penalized(Mixtures):
+        def forward(self, x):
+            run = super().forward
+            return self.way(lambda x: run(x).square().sum())(x)
+
+    model, x = Penalized(stacked).double(), torch.randn(3, 4, 3).double()
+    model.way = by_autograd
+    grads = oracle(model, x, square_loss)
+    model.way = grad
+    exact(model, x, square_loss, grads=grads)
 
 
 def test_router_logits_have_no_dim_of_samples():

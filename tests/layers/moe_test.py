@@ -3,10 +3,12 @@ import io
 import math
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.func import functional_call, grad, vmap
 
 from opacus_ext import clipped_grads
 from opacus_ext.layers import (
@@ -82,6 +84,24 @@ def test_each_sample_by_itself(make):
 
 
 @every_layer
+def test_under_vmap(make):
+    """torch.func alone, with other tokens masked in each sample."""
+    layer, x = make().double(), torch.randn(4, 7, 6).double()
+    mask = torch.arange(7) < torch.tensor([7, 4, 0, 1])[:, None]
+
+    def loss(weights, x, mask):
+        y = functional_call(layer, weights, (x[None], mask[None]))
+        return y.square().sum() + layer.balancing.sum()
+
+    def losses(layer, batch):
+        return layer(*batch).square().sum((1, 2)) + layer.balancing
+
+    expected = oracle(layer, (x, mask), losses)
+    weights = {name: p.detach() for name, p in layer.named_parameters()}
+    assert_same(vmap(grad(loss), (None, 0, 0))(weights, x, mask), expected)
+
+
+@every_layer
 def test_padding_does_not_count(make):
     layer, x = make().double(), torch.randn(3, 7, 6).double()
     mask = torch.arange(7) < torch.tensor([7, 4, 0])[:, None]
@@ -110,6 +130,8 @@ def test_capacity_drops_the_later_tokens_of_each_sequence():
         (1.0, 9, 4, 3),
         (1.25, 8, 4, 3),
         (1.1, 50, 5, 11),  # 12 in floating point
+        (np.float32(1.1), 50, 5, 11),
+        (1, 8, 4, 2),
         (1e-6, 9, 4, 1),
         (math.inf, 9, 4, 9),
     ],
@@ -304,6 +326,8 @@ def test_freeze_routers():
     "make, match",
     [
         (lambda: SwitchFeedForward(4, 4, 2, capacity=0), "capacity"),
+        (lambda: SwitchFeedForward(4, 4, 2, capacity=math.nan), "capacity.*got nan"),
+        (lambda: SwitchFeedForward(4, 4, 2, capacity_factor="2"), "number .*got '2'"),
         (lambda: SwitchFeedForward(4, 4, 2, 3, 1.0), "both given. Give one"),
         (lambda: SwitchFeedForward(4, 4, 2, capacity_factor=0), "1e-6 or more.*got 0"),
         (lambda: SwitchFeedForward(4, 4, 2, capacity_factor=math.nan), "got nan"),

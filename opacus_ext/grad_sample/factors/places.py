@@ -16,6 +16,7 @@ Rows are ``[rows, width]``, and places ``[rows]``.
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from typing import Any, Callable, Iterator, Sequence
 
 import torch
@@ -240,6 +241,16 @@ def _sums(
     return sums
 
 
+@contextmanager
+def _level_below() -> Iterator[None]:
+    """
+    Leaves out autograd at this level of torch.func. The levels below have theirs, which
+    would record nothing, as torch runs the forward of a function without gradients.
+    """
+    with torch.enable_grad(), private_torch.below_autograd():
+        yield
+
+
 class _Products(private_torch.SingleLevelFunction):
     @staticmethod
     def forward(
@@ -252,7 +263,7 @@ class _Products(private_torch.SingleLevelFunction):
     ) -> T:
         context.transposed, context.padded = transposed, padded
         context.save_for_backward(inputs, places, weight)
-        with private_torch.below_autograd():
+        with _level_below():
             return _ops.grouped_linear(inputs, places, weight, transposed, padded)
 
     @staticmethod
@@ -281,7 +292,7 @@ class _Sums(private_torch.SingleLevelFunction):
         count: int,
     ) -> T:
         context.save_for_backward(left, right, places)
-        with private_torch.below_autograd():
+        with _level_below():
             return _ops.sum_by_place(left, right, places, count)
 
     @staticmethod
@@ -292,18 +303,23 @@ class _Sums(private_torch.SingleLevelFunction):
         return of_left, of_right, None, None
 
 
-def _differentiable(function: Any) -> Callable:
+def _differentiable(function: Any, op: Callable) -> Callable:
     """Applies an autograd function at one level of torch.func, as torch's ops are."""
 
     def run(*args: Any) -> T:
+        if not torch.is_grad_enabled():
+            # Then the levels below are to record nothing, either.
+            with private_torch.below_autograd():
+                return op(*args)
         with private_torch.enable_single_level_autograd_function():
             return function.apply(*args)
 
     return run
 
 
-library.impl("grouped_linear", _differentiable(_Products), "Autograd")
-library.impl("sum_by_place", _differentiable(_Sums), "Autograd")
+for _name, _function in (("grouped_linear", _Products), ("sum_by_place", _Sums)):
+    _run = _differentiable(_function, getattr(_ops, _name))
+    library.impl(_name, _run, "Autograd")
 
 
 def _batched(
