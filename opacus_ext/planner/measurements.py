@@ -239,14 +239,17 @@ def read_texts(path: Union[str, Path]) -> Dict[str, List[str]]:
 
 
 def _numbers(path: Path, texts: Dict[str, List[str]], name: str) -> np.ndarray:
-    """A column of a table, all of it numbers."""
+    """A column of a table, all of it finite numbers."""
     try:
-        return np.array(texts[name], dtype=float)
+        column = np.array(texts[name], dtype=float)
+        if not np.isfinite(column).all():
+            raise ValueError(f"{np.sum(~np.isfinite(column))} numbers are not finite")
+        return column
     except ValueError as error:
         raise Refused(
             f"{path}, column {name}: {error}.",
             parameter="measurements",
-            remedy="Remove the lines that have no number there.",
+            remedy="Remove the lines that have no finite number there.",
         ) from error
 
 

@@ -136,10 +136,14 @@ def test_fit_a_law_of_training_without_privacy(capsys, tmp_path):
     assert found["E"] == pytest.approx(1.69, rel=1e-3) and found["rows"] == 12
     assert 0 < found["mean error"] <= found["worst error"] < 1e-3
     assert strict(output_of(capsys, args))["rows"] == 14
-    path.write_text("loss,tokens\n3,4\n2,9\n")
-    with pytest.raises(SystemExit):
-        main(f"fit {path} --law kaplan_tokens --drop 1".split())
-    assert "no columns parameters and tokens" in capsys.readouterr().err
+    for text, said in (
+        ("loss,tokens\n3,4\n2,9\n", "no columns parameters and tokens"),
+        ("loss,parameters,tokens\n3,4,5\n", "--drop 1 leaves none of the 1 rows"),
+    ):
+        path.write_text(text)
+        with pytest.raises(SystemExit):
+            main(f"fit {path} --law kaplan_tokens --drop 1".split())
+        assert said in capsys.readouterr().err
 
 
 @pytest.mark.skipif(not os.environ.get("CHINCHILLA"), reason="svg_extracted_data.csv")
@@ -204,6 +208,7 @@ def test_results_csv_of_the_authors(capsys, tmp_path):
     for lines[1], said in (
         ("BertHuge,0.1,1000,0,3", "models of unknown size: BertHuge"),
         ("BertTiny,0.1,1000,0,", "column Cross Entropy: could not"),
+        ("BertTiny,0.1,1000,0,nan", "column Cross Entropy: 1 numbers are not finite"),
     ):
         path.write_text("\n".join(lines))
         with pytest.raises(SystemExit):

@@ -146,6 +146,11 @@ def _all_but_fewest_tokens(path: str, table: Dict[str, Any], drop: int) -> Any:
             parameter="--drop",
             remedy="Fit without --drop.",
         )
+    if drop >= len(table["tokens"]):
+        raise Refused(
+            f"--drop {drop} leaves none of the {len(table['tokens'])} rows of {path}.",
+            parameter="--drop",
+        )
     return np.sort(np.argsort(table["tokens"] / table["parameters"])[drop:])
 
 
