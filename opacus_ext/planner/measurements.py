@@ -243,7 +243,7 @@ def _numbers(path: Path, texts: Dict[str, List[str]], name: str) -> np.ndarray:
     try:
         column = np.array(texts[name], dtype=float)
         if not np.isfinite(column).all():
-            raise ValueError(f"{np.sum(~np.isfinite(column))} numbers are not finite")
+            raise ValueError(f"{np.sum(~np.isfinite(column))} of them not finite")
         return column
     except ValueError as error:
         raise Refused(

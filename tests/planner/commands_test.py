@@ -208,7 +208,7 @@ def test_results_csv_of_the_authors(capsys, tmp_path):
     for lines[1], said in (
         ("BertHuge,0.1,1000,0,3", "models of unknown size: BertHuge"),
         ("BertTiny,0.1,1000,0,", "column Cross Entropy: could not"),
-        ("BertTiny,0.1,1000,0,nan", "column Cross Entropy: 1 numbers are not finite"),
+        ("BertTiny,0.1,1000,0,nan", "column Cross Entropy: 1 of them not finite"),
     ):
         path.write_text("\n".join(lines))
         with pytest.raises(SystemExit):

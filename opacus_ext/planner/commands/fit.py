@@ -150,6 +150,7 @@ def _all_but_fewest_tokens(path: str, table: Dict[str, Any], drop: int) -> Any:
         raise Refused(
             f"--drop {drop} leaves none of the {len(table['tokens'])} rows of {path}.",
             parameter="--drop",
+            remedy="Drop fewer.",
         )
     return np.sort(np.argsort(table["tokens"] / table["parameters"])[drop:])
 
