@@ -279,7 +279,7 @@ CALLS = {
     "op without a parameter": (lambda: nn.Softplus(), 2, 2),
     "dropout": (lambda: nn.Dropout(0.1), 34, 34),
     "linear": (lambda: nn.Linear(3, 3), 42, 105),
-    "norm": (lambda: nn.LayerNorm(3), 65, 130),
+    "norm": (lambda: nn.LayerNorm(3), 66, 132),
 }
 
 

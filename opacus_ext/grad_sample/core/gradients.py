@@ -33,6 +33,7 @@ from torch.nn import functional as F
 from opacus_ext.grad_sample.core.values import Key, key_of
 from opacus_ext.grad_sample.factors import Factor, GradSample, OneHot, full_precision
 from opacus_ext.grad_sample.rules import NotAtOnce
+from opacus_ext.grad_sample.rules.mistakes import check_factors, of_rule
 from opacus_ext.private_torch import gradients
 from opacus_ext.refused import Refused
 
@@ -44,6 +45,7 @@ FactorsFn = Callable[..., Sequence[tuple[Factor, ...]]]
 
 # Gradients with at most this many entries are bundled, which saves kernel launches.
 SMALL = 2**16
+_LISTS = {list, tuple}
 _version = attrgetter("_version")
 UNSEEN = "a use of a parameter that is not seen (an autograd function)"
 OF_SEGMENT = "a tensor that a function under activation checkpointing does not return"
@@ -150,7 +152,11 @@ class ParameterUse(NamedTuple):
             elif dims > 1:
                 tensor = tensor.flatten(1, dims)
             tensors.append(tensor)
-        pairs = zip(self.values, self.factors(*tensors))
+        terms = self.factors(*tensors)
+        is_list = type(terms) in _LISTS and len(terms) == len(self.values)
+        if not is_list or not {*map(type, terms)} <= _LISTS:
+            check_factors(self.factors, terms, self.values)
+        pairs = zip(self.values, terms)
         return [(value, factors) for value, factors in pairs if value is not None]
 
 
@@ -273,16 +279,18 @@ class Collector:
                 rows = factors[0]
                 if isinstance(rows, T):
                     factors = (rows * self.mask.to(rows.device)[:, None, None],)
-            if value.key in self.params:
-                complete += self._add(value.tensor, factors, size)
-                continue
-            view = self._views[value]
-            # A rule may give factors of other dims than the view has.
-            if view is not None and len(view.axes) in (0, len(factors)):
-                factors = _of_param(view, factors)
-                complete += self._add(view.parameter, factors, size)
-            else:
-                complete += self._add_computed(value, factors, size)
+            # A rule may give factors of other dims than a view has.
+            view = self._views.get(value)
+            try:
+                if value.key in self.params:
+                    complete += self._add(value.tensor, factors, size)
+                elif view is not None and _are_of_axes(factors, value, view):
+                    factors = _of_param(view, factors)
+                    complete += self._add(view.parameter, factors, size)
+                else:
+                    complete += self._add_computed(value, factors, size)
+            except Refused as error:
+                raise of_rule(error, use.factors) from None
         return complete
 
     def _can_bundle(self, use: ParameterUse) -> bool:
@@ -397,7 +405,10 @@ class Collector:
         pairs = first._replace(data=data).of(backprops)
         for position, (value, factors) in zip(used, pairs):
             sample = GradSample(value.shape, count * self.size)
-            sample.add(*factors)
+            try:
+                sample.add(*factors)
+            except Refused as error:
+                raise of_rule(error, first.factors) from None
             with full_precision(backprops.device):
                 rows = sample.materialize().view(count, self.size, -1)
             for (use, _), rows_of_use in zip(uses, rows.unbind()):
@@ -482,6 +493,17 @@ def _strided_view(tensor: T, parameter: T) -> View | None:
             return None
         axes.append(axis)
     return View(parameter, tuple(axes), tuple(starts))
+
+
+def _are_of_axes(
+    factors: tuple[Factor, ...], value: ParameterValue, view: View
+) -> bool:
+    """Returns True if there is one factor for each axis, or if no axis is moved."""
+    widths: list[int] = []
+    for factor in factors:
+        widths += [factor.size] if type(factor) is OneHot else factor.shape[2:]
+    is_each = len(factors) == len(view.axes) and tuple(widths) == value.shape
+    return is_each or not view.axes
 
 
 def _of_param(view: View, factors: tuple[Factor, ...]) -> tuple[Factor, ...]:

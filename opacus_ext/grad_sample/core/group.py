@@ -56,6 +56,7 @@ from opacus_ext.grad_sample.core.vmap import (
     whole,
 )
 from opacus_ext.grad_sample.rules import HANDLERS, OF_ALL, RULES, NotAtOnce, Op
+from opacus_ext.grad_sample.rules.mistakes import check_op
 from opacus_ext.private_torch import (
     DeviceContext,
     HigherOrderOperator,
@@ -349,6 +350,11 @@ class SampleGroup(TorchFunctionMode):
                 op = rule(*args, **kwargs)
                 if op is None:
                     continue
+                # To call check_op() each time would take longer.
+                is_op = type(op) is Op and type(op.params) is type(op.data) is tuple
+                is_op = is_op and type(op.data_dims) is tuple
+                if not is_op or not 0 < len(op.data) == len(op.data_dims):
+                    check_op(function, rule, op)
                 output = self.by_rule(function, op, shared, args, kwargs)
                 if output is not None:
                     return output

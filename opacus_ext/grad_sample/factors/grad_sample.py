@@ -704,7 +704,8 @@ class GradSample:
             self._terms = [OuterProducts(rows.unsqueeze(1))]
 
     def _fits(self, factors: Sequence[Factor]) -> bool:
-        numel, rows = 1, None
+        widths: list[int] = []
+        rows = None
         for factor in factors:
             shape: Sequence[int]
             if type(factor) is OneHot:
@@ -719,10 +720,23 @@ class GradSample:
                 rows = size, length
             if rows != (size, length):
                 return False
-            numel *= width
+            widths += [width]
         if rows is None or rows[0] != self.batch_size:
             return False
-        return numel == self.numel
+        return tuple(widths) == self.shape or self._covers(widths)
+
+    def _covers(self, widths: Sequence[int]) -> bool:
+        """Returns True if each width is that of one axis, or of several in a row."""
+        if not self.numel:
+            return not product(widths)
+        axes = [size for size in self.shape if size > 1]
+        for width in widths:
+            taken = 1
+            while axes and taken < width:
+                taken *= axes.pop(0)
+            if taken != width:
+                return False
+        return not axes
 
     def _refuse(self, factors: Sequence[Factor]) -> None:
         shapes = str([tuple(entries(factor).shape) for factor in factors])
@@ -733,7 +747,7 @@ class GradSample:
             f"Factors of shapes {shapes} do not describe the gradient of a parameter "
             f"of shape {tuple(self.shape)} for a batch of {self.batch_size}:",
             remedy="each must be [B, T, width], or an opacus_ext.OneHot with index "
-            "[B, T], one for each axis.",
+            "[B, T], one for each axis, left to right.",
         )
 
     def flat(self) -> T | None:

@@ -8,6 +8,7 @@ from typing import Any, Callable, Iterable, NamedTuple
 import torch
 from torch import nn
 
+from opacus_ext.grad_sample.core.gradients import no_factors
 from opacus_ext.grad_sample.core.group import SampleGroup
 from opacus_ext.grad_sample.core.recompute import NAME
 from opacus_ext.grad_sample.parallel.group import ExpertGroup
@@ -166,7 +167,7 @@ def _by_sample(
             # What runs here is a stand-in for samples, and sends no rows.
             index = torch.full_like(index, count)
         # A use of no parameter, to which the gradient goes all the same.
-        use = group.note(rows.new_zeros(group.size), (), tuple, 0, (), ())
+        use = group.note(rows.new_zeros(group.size), (), no_factors, 0, (), ())
         anchor = group.inner(use)
         flat = rows.flatten(0, 1)
         results = _dispatch(flat, index.flatten(), layer, run_samples, anchor)

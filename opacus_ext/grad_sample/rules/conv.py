@@ -123,7 +123,7 @@ class OfConv(NamedTuple):
             rows = backprops.flatten(3).mT
             factors = (rows.flatten(1, 2), windows.flatten(1, 2))
         if not self.has_bias:
-            return [factors]
+            return [factors, ()]
         dtype = dtype_of(backprops.dtype)
         of_bias = (backprops.flatten(3).sum(3, dtype=dtype),)
         return [factors, of_bias]

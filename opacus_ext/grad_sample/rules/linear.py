@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from opacus_ext.grad_sample.factors import Factor, OneHot, upcast
 from opacus_ext.grad_sample.rules.registry import (
     IN_COMPILED,
+    RULES,
     Op,
     library_op,
     of_all,
@@ -159,7 +160,7 @@ def matmul(
     """``y [*, out] = x [*, in] w [in, out]``"""
     if kwargs or other.dim() != 2:
         return None
-    return Op((other,), (input,), _product)
+    return Op((other, None), (input,), _product)
 
 
 register_rule(T.__rmatmul__)(lambda self, other: matmul(other, self))
@@ -228,7 +229,6 @@ def _compiled_layer_norm(*args: Any, **kwargs: Any) -> T:
 IN_COMPILED[F.layer_norm] = _compiled_layer_norm
 
 
-@register_rule(_compiled_layer_norm)
 def _with_statistics(*args: Any, **kwargs: Any) -> Op:
     """Saves what the compiler computes once for the layer and for the gradients."""
     op: Any = layer_norm(*args, **kwargs)
@@ -238,6 +238,10 @@ def _with_statistics(*args: Any, **kwargs: Any) -> Op:
     variance, mean = torch.var_mean(inputs, axes, correction=0, keepdim=True)
     data = *op.data, mean, torch.rsqrt(variance + eps)
     return op._replace(data=data, data_dims=3 * op.data_dims)
+
+
+# In compiled code it is asked for, though calls of the function are not seen.
+RULES[_compiled_layer_norm] = (_with_statistics,)
 
 
 @of_all(F.group_norm)

@@ -23,6 +23,7 @@ import torch
 from torch.overrides import handle_torch_function, has_torch_function
 
 from opacus_ext.grad_sample.factors import Factor
+from opacus_ext.grad_sample.rules.mistakes import check_function, check_rule
 
 
 class Op(NamedTuple):
@@ -65,6 +66,10 @@ def register_rule(*functions: Callable) -> Callable[[Rule], Rule]:
     A rule only saves time and memory: its gradients must equal those of one copy of the
     parameter for each sample.
 
+    Raises:
+        Refused: for a function whose calls are not seen, or a rule that can't be called
+            with the function's arguments
+
     Example:
         >>> import torch
         >>> from opacus_ext import Op, as_op, register_rule
@@ -76,7 +81,12 @@ def register_rule(*functions: Callable) -> Callable[[Rule], Rule]:
         ...     return Op((weight,), (x,), lambda backprops, x: [(backprops * x,)])
     """
 
+    for function in functions:
+        check_function(function)
+
     def decorator(rule: Rule) -> Rule:
+        for function in functions:
+            check_rule(function, rule)
         for function in functions:
             RULES[function] = (rule, *RULES.get(function, ()))
         return rule
@@ -98,6 +108,7 @@ def as_op(function: Callable) -> Callable:
             return handle_torch_function(op, tensors, *args, **kwargs)
         return function(*args, **kwargs)
 
+    op.is_op = True  # type: ignore[attr-defined]
     return op
 
 
