@@ -5,6 +5,7 @@
 - Links out of docs/ work here as they do in the repository: those to notebooks lead to
   their pages, which mkdocs-jupyter makes of tutorials/; other files come along. So do
   the links of notebooks to pages.
+- What was built is read (links.py): a link that leads nowhere is an error.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import sys
 from pathlib import Path
 from typing import Any, Dict
 
+from mkdocs.exceptions import Abort
 from mkdocs.plugins import event_priority
 from mkdocs.structure.files import File, Files
 from mkdocs.utils import get_relative_url
@@ -23,6 +25,7 @@ from mkdocs.utils import get_relative_url
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "docs"))
 
+from links import problems  # noqa: E402
 from refusals import find, page  # noqa: E402
 
 LINK = re.compile(r"(?<=\]\()(?![a-z]+:|#|<)([^)#\s]+)(?=[)#])")
@@ -119,3 +122,9 @@ def on_page_content(html: str, page: Any, config: Any, files: Files) -> str:
         return get_relative_url(file.url, page.url) if file else match[1]
 
     return HREF.sub(link, html)
+
+
+def on_post_build(config: Any) -> None:
+    found = problems(Path(config.site_dir))
+    if found:
+        raise Abort("\n".join(["The site has faults:", *found]))
