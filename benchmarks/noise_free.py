@@ -49,7 +49,7 @@ def pretrained(text: Path) -> dict:
 
 def tuned(base: dict, sentences: Path) -> Family:
     """The pre-trained model and its adapters as "sizes" of a family."""
-    lines = sentences.read_text().splitlines()[1:]
+    lines = sentences.read_text("utf-8").splitlines()[1:]
     text = "\n".join(line.split("\t")[1] for line in lines)
     data = byte_transformers(text.encode()[:BYTES], LENGTH)
 

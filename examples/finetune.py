@@ -508,7 +508,7 @@ def main(argv: Optional[List[str]] = None) -> int:
         return 2
     print(summary_table(summary))
     if args.json:
-        with Path(args.json).open("a") as file:
+        with Path(args.json).open("a", encoding="utf-8") as file:
             file.write(strict_json(summary) + "\n")
     return 0
 

@@ -483,7 +483,7 @@ def main(argv: Optional[List[str]] = None) -> int:
         return 2
     print(summary_table(summary))
     if args.json:
-        Path(args.json).write_text(strict_json(summary, indent=2) + "\n")
+        Path(args.json).write_text(strict_json(summary, indent=2) + "\n", "utf-8")
     return 0
 
 

@@ -87,7 +87,7 @@ def try_wheel(wheel: Path, folder: Path) -> None:
     scripts = folder / "venv" / ("Scripts" if os.name == "nt" else "bin")
     find = "import sysconfig; print(sysconfig.get_path('purelib'))"
     packages = Path(run(scripts / "python", "-c", find).strip())
-    (packages / "parent.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    (packages / "parent.pth").write_text(sysconfig.get_path("purelib") + "\n", "utf-8")
     install = "-m pip install --quiet --no-deps --force-reinstall".split()
     run(scripts / "python", *install, wheel)
     for command in (

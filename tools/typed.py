@@ -62,7 +62,7 @@ def main(argv: List[str]) -> int:
         print(run.stdout, run.stderr, sep="\n", file=sys.stderr)
         return 2
     found = count_errors(lines)
-    allowed = read_allowed(ALLOWED.read_text()) if ALLOWED.exists() else found
+    allowed = read_allowed(ALLOWED.read_text("utf-8")) if ALLOWED.exists() else found
     worse = [] if "--rewrite" in argv else grown(found, allowed)
     for line in lines:
         match = ERROR.match(line)
@@ -75,7 +75,7 @@ def main(argv: List[str]) -> int:
     fewer = sum(allowed.values()) - sum(found.values())
     if "--update" in argv or "--rewrite" in argv:
         rows = [f"{found[path]} {path}\n" for path in sorted(found)]
-        ALLOWED.write_text("".join(rows))
+        ALLOWED.write_text("".join(rows), "utf-8")
     elif fewer:
         print(f"{fewer} errors fewer than allowed: python tools/typed.py --update")
     return 0

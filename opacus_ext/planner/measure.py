@@ -268,7 +268,9 @@ def measure(
     checked("steps", steps, at_least=every)
     checked("batch_size", batch_size, at_least=1, at_most=len(family.dataset))
     path = Path(path)
-    path.open("a").close()  # or it can't be written, which is known before training
+    path.open(
+        "a", encoding="utf-8"
+    ).close()  # or it can't be written, which is known before training
     known = {_key(run): run for run in read_runs(path)}
     settings = dict(
         family=family.name,
@@ -292,7 +294,7 @@ def measure(
         for run in todo:
             bar.set_postfix_str(f"{run['size']}, ratio {run['ratio']:.2g}")
             train(family, run, bar)
-            with path.open("a") as file:
+            with path.open("a", encoding="utf-8") as file:
                 file.write(lines + json.dumps(run, allow_nan=False) + "\n")
             lines, known[_key(run)] = "", run
     return Measurements.of_runs(known[_key(run)] for run in grid)

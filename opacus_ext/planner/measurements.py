@@ -258,7 +258,7 @@ def read_runs(path: Union[str, Path]) -> List[Dict[str, Any]]:
     runs = []
     names = "family tokens batch_size parameters ratio learning_rate loss steps".split()
     for number, line in enumerate(
-        Path(path).read_text(errors="replace").splitlines(), 1
+        Path(path).read_text("utf-8", errors="replace").splitlines(), 1
     ):
         try:
             run = json.loads(line)
