@@ -1,14 +1,13 @@
-"""What the training programs share: the schedule, output, checkpoints, arguments."""
+"""What programs that train share: the schedule, output and checkpoints."""
 
 from __future__ import annotations
 
-import argparse
 import math
 import sys
 import time
 import warnings
 from pathlib import Path
-from typing import Any, Callable, Dict, List, Optional, Tuple
+from typing import Any, Dict, List, Optional, Tuple
 
 import torch
 from opacus import PrivacyEngine
@@ -260,37 +259,3 @@ def find_checkpoint(
             remedy="Give the arguments that it was written with, or another file.",
         )
     return saved
-
-
-def bounded_number(
-    kind: type, low: float, high: float = math.inf
-) -> Callable[[str], Any]:
-    """
-    A type for argparse: a number in ``[low, high]``.
-
-    Example:
-        >>> bounded_number(int, 1)("3")
-        3
-    """
-
-    def parse(text: str) -> Any:
-        value = kind(text)
-        if not low <= value <= high:
-            raise argparse.ArgumentTypeError(f"{text} is not in [{low}, {high}]")
-        return value
-
-    parse.__name__ = kind.__name__
-    return parse
-
-
-def option(
-    parser: argparse.ArgumentParser,
-    flag: str,
-    default: Any,
-    kind: Any,
-    text: str,
-    **kwargs: Any,
-) -> None:
-    """Adds an option whose help ends with its default."""
-    shown = "" if default is None else f" (default {default})"
-    parser.add_argument(flag, default=default, type=kind, help=text + shown, **kwargs)

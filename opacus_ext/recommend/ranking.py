@@ -8,8 +8,8 @@ import torch
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 
-from examples.sequences import SequenceData
 from opacus_ext.models import leave_out
+from opacus_ext.recommend.sequences import SequenceData
 
 
 def ranks(scores: torch.Tensor, items: torch.Tensor) -> torch.Tensor:
