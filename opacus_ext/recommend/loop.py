@@ -7,7 +7,7 @@ import sys
 import time
 import warnings
 from pathlib import Path
-from typing import Any, Dict, List, Optional, Tuple
+from typing import Any, Dict, List, Optional, Tuple, Union
 
 import torch
 from opacus import PrivacyEngine
@@ -19,6 +19,8 @@ from opacus_ext import checkpoints
 from opacus_ext.accountants import noise_left
 from opacus_ext.progress import progress
 from opacus_ext.refused import Refused
+
+Tensors = Union[List[torch.Tensor], Tuple[torch.Tensor, ...]]
 
 
 def learning_rate(step: int, total: int, peak: float, warmup: float) -> float:
@@ -51,9 +53,7 @@ def moving_average(module: nn.Module, decay: float) -> AveragedModel:
         0.818
     """
 
-    def average(
-        averages: List[torch.Tensor], weights: List[torch.Tensor], t: Any
-    ) -> None:
+    def average(averages: Tensors, weights: Tensors, t: Any) -> None:
         kept = min(decay, (1 + int(t)) / (10 + int(t)))
         torch._foreach_lerp_(averages, weights, 1 - kept)
 
@@ -147,8 +147,9 @@ class Progress:
 
     def __init__(self, step: int, total: int, epoch_steps: int, show: bool = True):
         self.step, self.total, self.epoch_steps = step, total, epoch_steps
-        self.start, self.losses = time.monotonic(), []
-        bar = {"initial": step, "total": total, "unit": "step", "delay": 0}
+        self.start = time.monotonic()
+        self.losses: List[float] = []
+        bar: Any = {"initial": step, "total": total, "unit": "step", "delay": 0}
         self.bar = progress(show=show, leave=True, **bar)
         self.lines = show and self.bar.disable
 
@@ -178,7 +179,7 @@ class Progress:
 def write_checkpoint(
     path: str,
     module: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizer: Any,
     content: Dict[str, Any],
     engine: Optional[PrivacyEngine] = None,
 ) -> None:

@@ -6,7 +6,6 @@ import argparse
 from typing import Any, Dict, List, Sequence
 
 import torch
-from torch import nn
 
 from opacus_ext import checkpoints
 from opacus_ext.models import leave_out
@@ -45,7 +44,7 @@ class Recommender:
 
     def __init__(
         self,
-        model: nn.Module,
+        model: Any,
         items: Sequence[str],
         settings: Dict[str, Any],
         statement: str,

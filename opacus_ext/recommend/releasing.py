@@ -94,7 +94,7 @@ def release(
     if args.shares == "exact":
         shares = 0.0
         exact = token_shares(
-            data.training_set(args.max_len).tensors[0],
+            list(data.training_set(args.max_len).tensors[0]),
             data.num_items + 1,
             source="exact",
         )

@@ -164,7 +164,7 @@ def train(args: argparse.Namespace, data: SequenceData) -> Trained:
         if saved
         else release(args, data, engine)
     )
-    net = build(args, data.num_items, *releases).to(args.device)
+    net: Any = build(args, data.num_items, *releases).to(args.device)
     if untrained:
         return _trained(args, start, data, net, engine)
     trained = [p for p in net.parameters() if p.requires_grad]
@@ -186,7 +186,7 @@ def train(args: argparse.Namespace, data: SequenceData) -> Trained:
         clipping=args.clipping,
     )
 
-    if args.model == "dpformer":
+    if args.model == "dpformer" and releases[0] is not None:
         shares = of_sequences(args, releases[0], users).to(args.device)
         track_errors(
             net,
@@ -305,7 +305,7 @@ def _trained(
 
 def _steps(
     model: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizer: Any,
     criterion: Any,
     loader: DataLoader,
     args: argparse.Namespace,

@@ -69,11 +69,13 @@ Training without privacy, by the published laws of Kaplan et al. and of Hoffmann
 
 The status is 0 if every mode is exact, else 1.""",
     "audit": """examples:
-  opacus-ext audit ./my-checkpoint              a folder of transformers
+  opacus-ext audit ./my-model                   a folder of transformers
+  opacus-ext audit ./my-adapter                 of peft; its base model is a folder, too
+  opacus-ext audit out/checkpoint-500           of PrivateTrainer: with its settings
   opacus-ext audit my_package.my_module:case --mode ghost
 
-Single steps are tested with the noise multiplier given, and one short run. The status
-is 0 if nothing contradicts the claims, else 1.""",
+Single steps are tested, and one fresh short run of the architecture, on random records.
+The status is 0 if nothing contradicts the claims, else 1.""",
     "statement": """examples:
   opacus-ext statement run.pt                   of engine.save_checkpoint
   opacus-ext statement out/checkpoint-500       of PrivateTrainer
@@ -182,10 +184,11 @@ target                 text              ; a folder of transformers, or module:f
 --float32              flag              ; compare in float32, not in float64
 """,
     "audit": """
-target                 text              ; a folder of transformers, or module:function
---mode=ghost_bk        text              ; grad_sample_mode
---noise-multiplier=0.5 number >0         ; of single steps
---max-grad-norm=1      number >0         ; C
+target                 text              ; a folder of a model, an adapter or a run, \
+or module:function
+--mode                 text              ; grad_sample_mode; of the run, or ghost_bk
+--noise-multiplier     number >0         ; of steps; of the run, or 0.5
+--max-grad-norm        number >0         ; C; of the run, or 1
 --trials=200           whole 16          ; single steps of each of three kinds
 --canaries=2000        whole 20          ; of the run; at most the model's entries
 --delta=1e-5           number >0 1       ; of the epsilons
