@@ -33,7 +33,7 @@ unexport PYTHONDONTWRITEBYTECODE
 .PHONY: train test test-thorough test-examples test-clients fuzz mutations notebooks docs dist test-opacus install-torch test-torch upstream benchmark gpu benchmark-moe lint clean
 
 train: $(VENV)/.installed
-	$(BIN)/python -m examples.train $(if $(DATA),--data "$(DATA)") $(ARGS)
+	$(BIN)/opacus-ext recommend $(if $(DATA),--data "$(DATA)") $(ARGS)
 
 test: $(VENV)/.installed
 	$(BIN)/python -m pytest -n auto --maxprocesses 8 --dist worksteal $(ARGS)

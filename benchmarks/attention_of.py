@@ -2,7 +2,7 @@
 
     python benchmarks/attention_of.py run.pt --data ml-1m.txt
 
-The checkpoint is one of ``examples.train``. Prints, a layer each, the standard
+The checkpoint is one of ``opacus-ext recommend``. Prints, a layer each, the standard
 deviation of the attention logits that a query sees and the share of attention that goes
 to the rarer half of the items, beside what it would be if every visible item got the
 same; and the size of the embedding's rows, of rare items and of popular ones. Rows that
@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.distraction import attention_mass  # noqa: E402
-from examples import recommender  # noqa: E402
-from examples.sequences import read_sequences  # noqa: E402
+from opacus_ext.recommend import read_sequences  # noqa: E402
+from opacus_ext.recommend import releasing  # noqa: E402
 
 
 def logits_std(attention: nn.Module, qkv: Tensor, real: Tensor) -> float:
@@ -50,8 +50,8 @@ def main(argv: Optional[List[str]] = None) -> None:
     config = argparse.Namespace(**saved["config"])
     data = read_sequences(args.data)
     state = saved["module_state_dict"]
-    releases = recommender.blank(config, data.num_items, state)
-    model = recommender.build(config, data.num_items, *releases).eval()
+    releases = releasing.blank(config, data.num_items, state)
+    model = releasing.build(config, data.num_items, *releases).eval()
     kept = {n: x for n, x in state.items() if not n.startswith("re_attention")}
     model.load_state_dict(kept)
 

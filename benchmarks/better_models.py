@@ -34,8 +34,11 @@ from torch.utils.data import DataLoader, TensorDataset
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import opacus_ext  # noqa: F401,E402  (registers the modes)
-from examples.runs import ignore_standing_warnings, moving_average  # noqa: E402
 from opacus_ext.losses import PerSample, RecordModel, cross_entropy  # noqa: E402
+from opacus_ext.recommend.loop import (  # noqa: E402
+    ignore_standing_warnings,
+    moving_average,
+)
 
 Rows = Tuple[torch.Tensor, torch.Tensor]  # what the model reads, classes
 POOL = 16  # views of an image, made once

@@ -27,7 +27,7 @@ which are left, and makes none. ``dpformer_report.py`` draws tables and figures.
 - figure6: the curves of NDCG over the epochs, Transformer and DPFormer.
 
 Everything can be set (``--models``, ``--epsilons``, ``--seeds``, ``--batch-sizes``,
-``--lrs``); what follows after ``--`` goes to ``examples.train``, such as
+``--lrs``); what follows after ``--`` goes to ``opacus-ext recommend``, such as
 ``-- --epochs 20 --threads 2``.
 """
 
@@ -44,7 +44,8 @@ from pathlib import Path
 from typing import Any, Dict, Iterator, List
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from examples import train  # noqa: E402
+from opacus_ext.planner.commands.options import parse  # noqa: E402
+from opacus_ext.recommend import releasing, training  # noqa: E402
 
 NAMES = {
     "gru": "GRU",
@@ -133,9 +134,11 @@ def runs(args: argparse.Namespace, rest: List[str]) -> Iterator[List[str]]:
 def key(argv: List[str]) -> str:
     """What tells runs apart, whatever does not change them."""
     config = {
-        k: v for k, v in vars(train.parse_args(argv)).items() if k not in train.FREE
+        k: v
+        for k, v in vars(parse(["recommend", *argv])).items()
+        if k not in training.FREE
     }
-    config["data"] = Path(train.parse_args(argv).data).name
+    config["data"] = Path(parse(["recommend", *argv]).data).name
     # As runs have it that were measured. How many users are in memory at once doesn't
     # matter.
     config["physical_batch_size"] = 1024
@@ -148,23 +151,23 @@ def make(name: str, todo: Dict[str, List[str]], args: argparse.Namespace) -> Non
     """Makes or resumes one run, and writes its line."""
     run, number = todo[name], list(todo).index(name) + 1
     checkpoint = Path(f"{args.out}.d") / f"{name}.pt"
-    if train.parse_args(run).train_share:  # else nothing is trained, or resumed
+    if parse(["recommend", *run]).train_share:  # else nothing is trained, or resumed
         run = [*run, "--checkpoint", str(checkpoint)]
     if checkpoint.exists():
         run.append("--resume")
-    parsed = train.parse_args(run)
+    parsed = parse(["recommend", *run])
     print(f"run {number} of {len(todo)}: {' '.join(run)}", flush=True)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Opacus on how noise is drawn
-        summary = train.train(parsed)
+        summary = training.train(parsed, training.read_data(parsed)).summary
     if summary["epochs"] < summary["epochs_planned"]:
         return  # stopped by --time-limit or --stop-after-epochs
-    config = {k: v for k, v in vars(parsed).items() if k not in train.FREE}
+    config = {k: v for k, v in vars(parsed).items() if k not in training.FREE}
     line = {"key": name, "experiment": args.experiment, **config, **summary}
     with args.out.open("a") as file:
         file.write(json.dumps(line) + "\n")
     checkpoint.unlink(missing_ok=True)
-    print(train.summary_table(summary), flush=True)
+    print(training.summary_table(summary), flush=True)
 
 
 def in_process(argv: List[str], name: str) -> str:
@@ -188,7 +191,7 @@ def main(argv: List[str]) -> None:
     parser.add_argument("--seeds", nargs="+", type=int)
     parser.add_argument("--batch-sizes", nargs="+", type=int)
     parser.add_argument("--lrs", nargs="+", type=float)
-    parser.add_argument("--priors", nargs="+", choices=train.PRIORS)
+    parser.add_argument("--priors", nargs="+", choices=releasing.PRIORS)
     parser.add_argument("--jobs", type=int, default=1, help="so many runs at a time")
     parser.add_argument("--list", action="store_true", help="make no run; say which")
     parser.add_argument("--only", help=argparse.SUPPRESS)  # the key of one run

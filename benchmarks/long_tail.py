@@ -17,7 +17,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.tables import written  # noqa: E402
-from examples.sequences import SequenceData, read_sequences  # noqa: E402
+from opacus_ext.recommend import SequenceData, read_sequences  # noqa: E402
 
 SHARES = (0.01, 0.1, 0.5)  # of the items
 

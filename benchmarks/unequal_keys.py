@@ -38,10 +38,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from examples.ranking import ndcg_and_hit  # noqa: E402
-from examples.sequences import SequenceData, read_sequences  # noqa: E402
 from opacus_ext import releases  # noqa: E402
 from opacus_ext.re_attention.attention import corrected_attention  # noqa: E402
+from opacus_ext.recommend import SequenceData, read_sequences  # noqa: E402
+from opacus_ext.recommend.ranking import ndcg_and_hit  # noqa: E402
 from opacus_ext.releases import (  # noqa: E402
     noise_for,
     release_popularity,
@@ -182,7 +182,7 @@ def scores(
                     mine = torch.where(
                         target[chunk, None] >= 0, mine, base[data.held_out[chunk], None]
                     )
-                    # As examples.ranking.ranks, of equal scores the own is the last.
+                    # As recommend.ranking.ranks, of equal scores the own is the last.
                     above = (score >= mine).sum(1) + len(outside) - 1
                     rank.append(above - torch.searchsorted(outside, mine[:, 0]))
             for rank, share in zip(found, SHARES):

@@ -59,22 +59,21 @@ from examples.labels import (
     learn_to_answer,
     scratch_switch,
 )
-from examples.runs import (
+from examples.options import bounded_number, option
+from opacus_ext.layers import freeze_routers
+from opacus_ext.losses import PerSample
+from opacus_ext.planner.commands.output import strict_json
+from opacus_ext.recommend.loop import (
     Progress,
     announce,
-    bounded_number,
     find_checkpoint,
     ignore_standing_warnings,
     learning_rate,
     make_private,
     moving_average,
-    option,
     set_random_state,
     write_checkpoint,
 )
-from opacus_ext.layers import freeze_routers
-from opacus_ext.losses import PerSample
-from opacus_ext.planner.commands.output import strict_json
 from opacus_ext.refused import Refused
 
 # What may differ between a run and its resumption: none of it changes a step.

@@ -14,8 +14,8 @@ from transformers import (
     SwitchTransformersForConditionalGeneration,
 )
 
-from examples.runs import learning_rate
 from opacus_ext.layers import balancing_loss
+from opacus_ext.recommend.loop import learning_rate
 from opacus_ext.refused import Refused
 
 IGNORED = -100

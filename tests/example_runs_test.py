@@ -1,5 +1,5 @@
-"""Runs of both examples' commands that go on, and what is refused: of train.py and
-finetune.py, on tiny data."""
+"""Runs that go on, and what is refused: of opacus-ext recommend and of
+examples/finetune.py, on tiny data."""
 
 import json
 from unittest.mock import patch
@@ -7,7 +7,9 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from examples import finetune, train
+from examples import finetune
+from opacus_ext.planner.commands.main import main
+from opacus_ext.recommend import training
 from tests import finetune_test, train_test
 from tests.finetune_test import any_noise, folder  # noqa: F401
 from tests.train_test import tiny, weights  # noqa: F401
@@ -75,14 +77,14 @@ def test_cut_off_between_checkpoints(programs, tmp_path):
     run = programs["train"][0]
     whole, parts = (str(tmp_path / part) for part in ("whole", "parts"))
     expected = run("--checkpoint", whole)
-    original = train.learning_rate
+    original = training.learning_rate
 
     def fail(step, *args):
         if step == 4:  # the second step of epoch 2
             raise KeyboardInterrupt
         return original(step, *args)
 
-    with patch.object(train, "learning_rate", fail):
+    with patch.object(training, "learning_rate", fail):
         with pytest.raises(KeyboardInterrupt):
             run("--checkpoint", parts)
     found = run("--checkpoint", parts, "--resume", "--repeat-noise")
@@ -132,32 +134,29 @@ def test_refusals_of_other_data(programs, tmp_path):
         run("--checkpoint", path, "--resume", "--data", str(tmp_path))
 
 
-WRONG = {
-    "train": [["--epochs", "0"]],
-    "finetune": [["--scratch"], ["--epochs", "0"], ["--task", "cola"]],
-}
+WRONG = [["--scratch"], ["--epochs", "0"], ["--task", "cola"]]
 
 
-@pytest.mark.parametrize("program", PROGRAMS)
-def test_command_line(program, programs, tmp_path, capsys):
-    module = {"train": train, "finetune": finetune}[program]
-    _, arguments = programs[program]
+def test_command_line(programs, tmp_path, capsys):
+    arguments = programs["finetune"][1]
     path = tmp_path / "summary.jsonl"
-    private = [(), ("--non-private",)] if program == "finetune" else [()]
-    for more in private:
-        assert module.main(arguments(*more, "--json", str(path))) == 0
-    text, out = path.read_text(), capsys.readouterr().out
-    if program == "train":
-        assert json.loads(text)["users"] == 60
-    else:
-        found = [json.loads(line)["private"] for line in text.splitlines()]
-        assert found == [True, False]
-        assert "privacy      none" in out and "accuracy" in out
+    for more in [(), ("--non-private",)]:
+        assert finetune.main(arguments(*more, "--json", str(path))) == 0
+    out = capsys.readouterr().out
+    found = [json.loads(line)["private"] for line in path.read_text().splitlines()]
+    assert found == [True, False]
+    assert "privacy      none" in out and "accuracy" in out
     assert "epsilon" in out
-    assert module.main(arguments("--data", str(tmp_path / "missing"))) == 2
+    assert finetune.main(arguments("--data", str(tmp_path / "missing"))) == 2
     assert "missing" in capsys.readouterr().err
-    for wrong in WRONG[program]:
+    for wrong in WRONG:
         with pytest.raises(SystemExit):
-            module.parse_args([*arguments(), *wrong])
+            finetune.parse_args([*arguments(), *wrong])
     with pytest.raises(SystemExit):
         finetune.parse_args(["--task", "sst2", "--data", "d"])
+
+
+def test_command_line_of_recommenders(programs, capsys):
+    arguments = programs["train"][1]
+    assert main(["recommend", *arguments("--json")]) == 0
+    assert json.loads(capsys.readouterr().out)["users"] == 60

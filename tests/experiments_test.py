@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import opacus_ext
-from examples.sequences import synthetic_sequences
+from opacus_ext.recommend import synthetic_sequences
 
 FOLDER = Path(__file__).parents[1] / "benchmarks"
 TINY = (
@@ -20,7 +20,7 @@ TINY = (
 )
 
 
-@pytest.mark.parametrize("name", ["glue", "hashed_words", "labels", "ranking", "runs"])
+@pytest.mark.parametrize("name", ["glue", "hashed_words", "labels", "options"])
 def test_docstring_examples(name, tmp_path, monkeypatch):
     """Those of the training programs in examples/."""
     monkeypatch.chdir(tmp_path)  # examples may write files

@@ -12,9 +12,17 @@ import pytest
 import torch
 from opacus import PrivacyEngine
 
-from examples import ranking, recommender, runs, train
-from examples.sequences import read_sequences, synthetic_sequences
 from opacus_ext.accountants import noise_left
+from opacus_ext.planner.commands.main import main
+from opacus_ext.planner.commands.options import parse
+from opacus_ext.recommend import (
+    loop,
+    ranking,
+    read_sequences,
+    releasing,
+    synthetic_sequences,
+    training,
+)
 
 ML1M = os.environ.get("OPACUS_EXT_ML1M")
 
@@ -26,8 +34,8 @@ def tiny_data():
 @pytest.fixture(autouse=True)
 def tiny(monkeypatch):
     """No budget is asked for its noise, which takes seconds; see the test of it."""
-    monkeypatch.setattr(train, "synthetic_sequences", tiny_data)
-    monkeypatch.setattr(runs, "noise_left", lambda *args: 1.0)
+    monkeypatch.setattr(training, "synthetic_sequences", tiny_data)
+    monkeypatch.setattr(loop, "noise_left", lambda *args: 1.0)
 
 
 def arguments(*more):
@@ -35,8 +43,13 @@ def arguments(*more):
     return [*small.split(), *"--width 8 --depth 1 --no-progress".split(), *more]
 
 
+def trained(*more):
+    args = parse(["recommend", *arguments(*more)])
+    return training.train(args, training.read_data(args))
+
+
 def run(*more):
-    return train.train(train.parse_args(arguments(*more)))
+    return trained(*more).summary
 
 
 def weights(path, which="module_state_dict"):
@@ -98,10 +111,10 @@ def test_popularity_on_movielens():
 
 
 def test_learning_rate_rises_then_falls():
-    rates = [train.learning_rate(s, 10, 1.0, 0.2) for s in range(10)]
+    rates = [loop.learning_rate(s, 10, 1.0, 0.2) for s in range(10)]
     assert rates == pytest.approx([1 / 2, 1, *(i / 9 for i in range(8, 0, -1))])
     for warmup in (0.0, 1.0):
-        rates = [train.learning_rate(s, 10, 1.0, warmup) for s in range(10)]
+        rates = [loop.learning_rate(s, 10, 1.0, warmup) for s in range(10)]
         assert 0 < min(rates) and max(rates) == 1.0
 
 
@@ -110,7 +123,7 @@ def test_learning_rate_rises_then_falls():
 
 @pytest.mark.parametrize("mode", ["ghost_bk", "hooks"])
 def test_every_mode_and_the_budget(mode, monkeypatch):
-    monkeypatch.setattr(runs, "noise_left", noise_left)
+    monkeypatch.setattr(loop, "noise_left", noise_left)
     summary = run("--grad-sample-mode", mode)
     assert (summary["epochs"], summary["steps"]) == (3, 9)
     assert 7.9 < summary["epsilon_spent"] <= 8.0
@@ -123,7 +136,7 @@ def test_releases_are_made_once(model, items, tmp_path):
     path, given = str(tmp_path / model), ("--model", model, "--ema", "0.5")
     run(*given, "--checkpoint", path, "--stop-after-epochs", "1")
     before = weights(path)
-    with patch.object(recommender, "release_popularity", None):
+    with patch.object(releasing, "release_popularity", None):
         after = run(*given, "--checkpoint", path, "--resume")
     assert after["top"] == len(before[items])
     assert run(*given)["ndcg_at_10"] == after["ndcg_at_10"]
@@ -162,8 +175,8 @@ def test_whether_own_items_are_last_is_asked_of_no_record(tmp_path):
         assert [summary[k] for k in both] == [found[0][k] for k in both]
         for of in ("ndcg_at_10", "hit_at_10"):
             assert summary[of] == summary[f"{name}_{of}"]
-        text = train.summary_table(summary)
-        assert (train.WHY_ONCE if summary["once"] else train.WHY_NOT) in text
+        text = training.summary_table(summary)
+        assert (training.WHY_ONCE if summary["once"] else training.WHY_NOT) in text
         this = next(x for x in text.splitlines() if "this model" in x)
         assert f"{summary['ndcg_at_10']:.2f}%" in this
     assert found[0]["ndcg_at_10"] != found[1]["ndcg_at_10"]
@@ -184,7 +197,7 @@ def test_whether_own_items_are_last_is_asked_of_no_record(tmp_path):
     ],
 )
 def test_defaults_of_a_budget(given, share, length):
-    args = train.parse_args(["--data", "x", *given.split()])
+    args = parse(["recommend", "--data", "x", *given.split()])
     assert (args.popularity_share, args.max_len) == (share, length)
 
 
@@ -194,7 +207,7 @@ def test_output_where_there_is_no_terminal():
     given = [x for x in arguments() if x != "--no-progress"]
     with redirect_stdout(out), redirect_stderr(errors), warnings.catch_warnings():
         warnings.simplefilter("always")
-        assert train.main(given) == 0
+        assert main(["recommend", *given]) == 0
     first, *epochs = errors.getvalue().splitlines()
     assert first.startswith("training 3 epochs of 3 steps, noise multiplier ")
     for i, line in enumerate(epochs, 1):
@@ -208,8 +221,8 @@ def test_no_step_is_forgotten_in_what_is_left():
     engine.accountant.step(noise_multiplier=20.0, sample_rate=1.0)
     net = torch.nn.Linear(2, 1)
     rows = torch.utils.data.TensorDataset(torch.zeros(75, 2))
-    with patch.object(runs, "noise_left", return_value=1.0) as asked:
-        runs.make_private(
+    with patch.object(loop, "noise_left", return_value=1.0) as asked:
+        loop.make_private(
             engine,
             None,
             epsilon=5.0,

@@ -64,6 +64,7 @@ ROWS = (
     "checks",
     "private_training trainer lightning audit",
     "opacus_ext",
+    "recommend",
     "planner",
     "__main__",
 )

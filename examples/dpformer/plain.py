@@ -9,8 +9,8 @@ import torch
 from torch.utils.data import DataLoader
 
 import opacus_ext.losses
-from examples.sequences import SequenceData, read_sequences, synthetic_sequences
 from opacus_ext.models import DPFormer
+from opacus_ext.recommend import SequenceData, read_sequences, synthetic_sequences
 
 
 @torch.no_grad()

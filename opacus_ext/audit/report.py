@@ -22,7 +22,7 @@ class Finding(NamedTuple):
 @dataclass
 class Audit:
     """
-    The result of an audit; ``str()`` of it is a table.
+    The result of an audit; ``str()`` of it is a verdict and a table.
 
     Attributes:
         epsilon: a lower bound at ``delta``; 0 for single steps, and where attacks found
@@ -30,6 +30,8 @@ class Audit:
         claimed: the epsilon that is claimed at ``delta``
         confidence: a correct run passes all tests with at least this probability
         findings: one for each test
+        canaries: their number in a run; 0 for single steps, which bound no epsilon
+        most: the largest epsilon that so many canaries could have shown
     """
 
     epsilon: float
@@ -37,6 +39,8 @@ class Audit:
     delta: float
     confidence: float
     findings: List[Finding]
+    canaries: int = 0
+    most: float = 0.0
 
     @property
     def broken(self) -> List[Finding]:
@@ -48,16 +52,42 @@ class Audit:
         """True if no finding contradicts the claim."""
         return not self.broken
 
+    @property
+    def verdict(self) -> str:
+        """The result in a sentence or two."""
+        sure = f"{100 * self.confidence:g} % confidence"
+        if self.broken:
+            worst = self.broken[0]
+            return (
+                f"VIOLATION: {len(self.broken)} of {len(self.findings)} tests "
+                f"contradict the claim ({sure}). The first is {worst.test} of "
+                f"{worst.subject}: {worst.unit} {worst.measured:.4g}, where "
+                f"{worst.claimed:.4g} is claimed."
+            )
+        if not self.canaries:
+            return (
+                "No fault was seen: no record moves the sum of a step by more than the "
+                f"clipping bound, and the noise is what is claimed ({sure})."
+            )
+        return (
+            f"No leak was seen: {self.canaries} canaries show epsilon at least "
+            f"{self.epsilon:.2g} ({sure}), {self.claimed:.3g} is claimed at delta "
+            f"{self.delta:g}. They could show {self.most:.2g} at most, if all guesses "
+            "were right."
+        )
+
     def __str__(self) -> str:
+        noise = [f for f in self.findings if f.test == "noise" and not f.broken]
+        others = [f for f in self.findings if f not in noise]
         rows = [
             [f.test, f.subject, f"{f.claimed:.4g}", f"{f.measured:.4g}", f.unit]
-            + ["BROKEN" if f.broken else "ok"]
-            for f in self.findings
+            + ["VIOLATION" if f.broken else "ok"]
+            for f in others
         ]
+        if noise:  # a row for all: a model may have hundreds of parameters
+            sizes = [f.measured for f in noise]
+            subject = f"{len(noise)} parameters and steps"
+            span = f"{min(sizes):.3g} to {max(sizes):.3g}"
+            rows.append(["noise", subject, "1", span, noise[0].unit, "ok"])
         header = ["test", "of", "claimed", "measured", "in", ""]
-        return (
-            f"{text_table(header, rows, rule=True)}\n"
-            f"epsilon at delta={self.delta:g}: at least {self.epsilon:.3g}, claimed "
-            f"{self.claimed:.3g}; {len(self.broken)} of {len(rows)} tests contradict "
-            f"the claim (confidence {self.confidence:g})"
-        )
+        return f"{self.verdict}\n\n{text_table(header, rows, rule=True)}"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, Callable, List, Mapping, Optional, Sequence, Tuple
+import warnings
+from contextlib import contextmanager
+from typing import Any, Callable, Iterator, List, Mapping, Optional, Sequence, Tuple
 
 import numpy as np
 import torch
@@ -155,6 +157,7 @@ def audit_model(
     noise_multiplier: float = 0.5,
     max_grad_norm: float = 1.0,
     grad_sample_mode: str = "ghost_bk",
+    clipping: str = "flat",
     collate: Collate = default_collate,
     **options: Any,
 ) -> Audit:
@@ -186,18 +189,20 @@ def audit_model(
         marks, plain = zip(*some)
         return torch.tensor(marks), collate(list(plain))
 
-    release, exact = (
-        PrivateStep(
-            whole,
-            nn.Module.__call__,
-            given,
-            collate=together,
-            noise_multiplier=noise,
-            max_grad_norm=max_grad_norm,
-            grad_sample_mode=grad_sample_mode,
+    with quiet():
+        release, exact = (
+            PrivateStep(
+                whole,
+                nn.Module.__call__,
+                given,
+                collate=together,
+                noise_multiplier=noise,
+                max_grad_norm=max_grad_norm,
+                grad_sample_mode=grad_sample_mode,
+                clipping=clipping,
+            )
+            for noise in (noise_multiplier, 0.0)
         )
-        for noise in (noise_multiplier, 0.0)
-    )
     others = [given[:i] + given[i + 1 :] for i in range(len(given))]
     pairs = {
         "a gradient beside all": [(given, canary) for canary in alone],
@@ -206,4 +211,14 @@ def audit_model(
     }
     options.update(noise_multiplier=noise_multiplier, max_grad_norm=max_grad_norm)
     sizes = {name.removeprefix("model."): n for name, n in release.sizes.items()}
-    return audit_steps(release, exact, pairs, sizes=sizes, **options)
+    with quiet():
+        return audit_steps(release, exact, pairs, sizes=sizes, **options)
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Without warnings that say nothing of an audit: its steps need no loader."""
+    with warnings.catch_warnings():
+        for message in ("Secure RNG turned off", "Steps are taken, but no batch"):
+            warnings.filterwarnings("ignore", message)
+        yield

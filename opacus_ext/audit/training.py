@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ from torch.utils.data import DataLoader, default_collate
 from opacus_ext.audit import bounds
 from opacus_ext.audit import canaries as inserted
 from opacus_ext.audit.report import Audit, Finding
-from opacus_ext.audit.steps import PrivateStep
+from opacus_ext.audit.steps import PrivateStep, quiet
 from opacus_ext.checks.subject import LossFn
 from opacus_ext.data.sampling import Poisson, Sampling
 from opacus_ext.private_torch import tree_map
@@ -54,12 +55,19 @@ def audit_scores(
     guesses = max(2, count // 5)
     right = bounds.guess(scores, included, guesses)
     numbers = count, guesses, right
-    p_value = bounds.f_dp_p_value(bounds.accounted_tradeoff(accountant), *numbers)
-    row = f"{right} of {guesses} guesses right", level, p_value, "probability"
+    claim = bounds.accounted_tradeoff(accountant)
+
+    def refutes(correct: int) -> bool:
+        return bounds.f_dp_p_value(claim, count, guesses, correct) <= level
+
+    # The most right guesses that the claim permits: more are the less likely.
+    permitted = bisect_left(range(guesses + 1), True, key=refutes) - 1
     least = bounds.epsilon_one_run(*numbers, delta, 1 - level)
+    most = bounds.epsilon_one_run(count, guesses, guesses, delta, 1 - level)
     claimed = float(accountant.get_epsilon(delta=delta))
-    findings = [Finding("membership", *row, p_value <= level)]
-    return Audit(least, claimed, delta, confidence, findings)
+    row = f"{guesses} guesses", permitted, right, "right guesses"
+    findings = [Finding("membership", *row, right > permitted)]
+    return Audit(least, claimed, delta, confidence, findings, count, most)
 
 
 def audit_training(
@@ -71,6 +79,7 @@ def audit_training(
     noise_multiplier: float = 4.0,
     max_grad_norm: float = 1.0,
     grad_sample_mode: str = "ghost_bk",
+    clipping: str = "flat",
     sampling: Sampling = Poisson(sample_rate=0.9, steps=16),
     seed: int = 0,
     **options: Any,
@@ -94,28 +103,31 @@ def audit_training(
     whole = inserted.WithCanaries(model, loss_fn, canaries, 100 * max_grad_norm)
     coins = np.random.default_rng(seed).random(canaries) < 0.5
     data: Any = inserted.marked(records, np.flatnonzero(coins).tolist())
-    run = PrivateStep(
-        whole,
-        torch.nn.Module.__call__,
-        data[:1],
-        data_loader=DataLoader(data),
-        noise_multiplier=noise_multiplier,
-        max_grad_norm=max_grad_norm,
-        grad_sample_mode=grad_sample_mode,
-        sampling=sampling,
-    )
+    with quiet():
+        run = PrivateStep(
+            whole,
+            torch.nn.Module.__call__,
+            data[:1],
+            data_loader=DataLoader(data),
+            noise_multiplier=noise_multiplier,
+            max_grad_norm=max_grad_norm,
+            grad_sample_mode=grad_sample_mode,
+            clipping=clipping,
+            sampling=sampling,
+        )
     accountant = run.engine.accountant
 
     def counted(batch: Any) -> int:
         run.step(batch)
         return sum(n for *_, n in accountant.history)
 
-    total = [counted(batch) for batch in progress(run.loader, "auditing a run")][-1]
+    with quiet():
+        total = [counted(batch) for batch in progress(run.loader, "auditing a run")][-1]
     scores = (whole.entries() - run.model.entries()).double().numpy()
     audit = audit_scores(scores, coins, accountant, **options)
     empty = counted(tree_map(lambda x: x[:0], default_collate(data[:1]))) - total
     steps = sampling.steps_per_epoch(len(data))
-    for name, n, found in (("run", steps, total), ("empty batch", 1, empty)):
+    for name, n, found in (("the run", steps, total), ("an empty batch", 1, empty)):
         row = "accountant", name, n, found, "steps counted", n != found
         audit.findings.append(Finding(*row))
     return audit

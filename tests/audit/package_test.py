@@ -5,13 +5,22 @@ Each broken variant changes one thing in the package, or in what is given to it.
 
 from dataclasses import dataclass
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
-from opacus_ext.audit import audit_model, audit_steps, audit_training
+from opacus_ext.accountants import PRVBoundsAccountant
+from opacus_ext.audit import (
+    audit_model,
+    audit_scores,
+    audit_steps,
+    audit_training,
+    f_dp_p_value,
+)
+from opacus_ext.audit.bounds import accounted_tradeoff
 from opacus_ext.clipping import ClippingFunction
 from opacus_ext.data.sampling import Poisson
 from opacus_ext.optimizers.optimizer import GhostDPOptimizer
@@ -180,3 +189,33 @@ def test_an_accountant_that_forgets_empty_batches_is_caught(case, monkeypatch):
     monkeypatch.setattr(Poisson, "hook", hook)
     audit = audit_training(*case, canaries=100)
     assert kinds(audit) == {"accountant"}, audit
+
+
+def test_what_an_audit_says_of_steps(case, monkeypatch):
+    """The verdict first. Rows of noise, of which models have hundreds, are one."""
+    options = dict(trials=20, confidence=0.9999)
+    first, *_, last = str(audit_model(*case, **options)).splitlines()
+    assert first.startswith("No fault was seen: no record moves the sum of a step by")
+    assert last.startswith("noise        5 parameters and steps  1")
+    halve_noise(monkeypatch, lambda step, parameter: parameter == 1)
+    lines = str(audit_model(*case, **options)).splitlines()
+    assert lines[0].startswith("VIOLATION: 1 of 8 tests contradict the claim (99.99 %")
+    assert "The first is noise of 0.bias: std over claimed 0." in lines[0]
+    assert sum("VIOLATION" in line for line in lines) == 2
+
+
+def test_what_an_audit_says_of_a_run():
+    """A claim permits so many right guesses, and canaries can show so much."""
+    accountant = PRVBoundsAccountant()
+    accountant.step(noise_multiplier=2.0, sample_rate=1.0)
+    coins = np.arange(100) % 2 == 0
+    audit = audit_scores(coins + 0.1, coins, accountant)
+    assert audit.canaries == 100 and audit.epsilon == audit.most > 1
+    (finding,) = audit.findings
+    assert finding.measured == 20 and str(audit).startswith("VIOLATION")
+    claim = accounted_tradeoff(accountant)
+    permitted = int(finding.claimed)
+    values = [f_dp_p_value(claim, 100, 20, n) for n in (permitted, permitted + 1)]
+    assert values[0] > 0.025 >= values[1] and audit.broken
+    half = audit_scores(np.zeros(100), coins, accountant)
+    assert "No leak was seen: 100 canaries show epsilon at least 0 (95 %" in str(half)

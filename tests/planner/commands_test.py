@@ -8,9 +8,15 @@ import sys
 from itertools import product
 from pathlib import Path
 
+import peft
 import pytest
 import torch
+import transformers
 
+from opacus_ext.accountants import PRVBoundsAccountant
+from opacus_ext.audit import Audit
+from opacus_ext.data.sampling import Poisson
+from opacus_ext.planner.commands import check as check_command
 from opacus_ext.planner.commands import options
 from opacus_ext.planner.commands.main import main
 from opacus_ext.planner.commands.options import EPILOG, build_parser
@@ -225,6 +231,67 @@ def test_audit(capsys):
     args = "audit tests.planner.commands_test:layer --trials 16 --canaries 30 --json"
     found = strict(output_of(capsys, f"{args} --confidence 0.9999"))
     assert found["single steps"]["ok"] and found["one run"]["ok"]
+    main(args.removesuffix(" --json").split())
+    out = capsys.readouterr().out
+    assert out.startswith("Single steps. ") and "One run. " in out
+    assert "a fresh run of 16 steps, of this architecture on random records" in out
+
+
+@pytest.fixture
+def llama(tmp_path):
+    """A folder of a model, one of an adapter, and one of a run."""
+    sizes = dict(vocab_size=40, hidden_size=16, intermediate_size=24)
+    heads = dict(num_attention_heads=2, num_key_value_heads=1, num_hidden_layers=1)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **heads))
+    for name in ("base", "run"):
+        model.save_pretrained(tmp_path / name)
+    base = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "base")
+    lora = peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"], r=4)
+    peft.get_peft_model(base, lora).save_pretrained(tmp_path / "adapter")
+    accountant = PRVBoundsAccountant()
+    accountant.history = [(0.9, 0.02, 300)]
+    config = {"grad_sample_mode": "ghost", "clipping": "automatic", "records": 1000}
+    content = {"config": {**config, "per_sample_max_grad_norm": 0.3}}
+    content |= {"accountant": accountant.state_dict(), "noise_multiplier": 0.9}
+    torch.save(content, tmp_path / "run" / "privacy.pt")
+    return tmp_path
+
+
+def test_audit_of_folders(llama, capsys, monkeypatch):
+    """An adapter's trains the adapter; a run's has the settings of the run."""
+    calls = []
+
+    def audited(name):
+        def record(model, loss_fn, batch, **options):
+            trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+            assert loss_fn(model, batch).shape == (8,)
+            calls.append((name, trained, options))
+            return Audit(0.0, 1.0, 1e-5, 0.95, [])
+
+        return record
+
+    for name in ("audit_model", "audit_training"):
+        monkeypatch.setattr(check_command, name, audited(name))
+    for name in ("adapter", "run"):
+        assert main(["audit", str(llama / name)]) == 0
+    out = capsys.readouterr().out
+    assert "noise multiplier 0.9, sample rate 0.02" in out and "Its own 300" in out
+    (_, adapter, plain), _, (_, _, steps), (_, _, run) = calls
+    assert adapter == 2 * 4 * 16
+    assert (plain["grad_sample_mode"], plain["clipping"]) == ("ghost_bk", "flat")
+    for given in (steps, run):
+        assert (given["grad_sample_mode"], given["clipping"]) == (
+            "ghost",
+            "automatic",
+        )
+        assert (given["max_grad_norm"], given["noise_multiplier"]) == (0.3, 0.9)
+    assert run["sampling"] == Poisson(sample_rate=0.02, steps=16)
+    settings = llama / "adapter" / "adapter_config.json"
+    text = settings.read_text().replace(str(llama / "base"), "someone/model")
+    settings.write_text(text)
+    with pytest.raises(SystemExit):
+        main(["audit", str(llama / "adapter")])
+    assert "base model 'someone/model', which is no folder" in capsys.readouterr().err
 
 
 def exact():

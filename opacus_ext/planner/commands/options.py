@@ -24,6 +24,7 @@ EPILOG = {
   opacus-ext check ./my-checkpoint
   opacus-ext audit ./my-checkpoint
   opacus-ext statement run.pt
+  opacus-ext recommend --data ratings.csv --epsilon 8 --save model.pt
 
 Each command tells more: opacus-ext plan --help""",
     "plan": """examples:
@@ -68,16 +69,35 @@ Training without privacy, by the published laws of Kaplan et al. and of Hoffmann
 
 The status is 0 if every mode is exact, else 1.""",
     "audit": """examples:
-  opacus-ext audit ./my-checkpoint              a folder of transformers
+  opacus-ext audit ./my-model                   a folder of transformers
+  opacus-ext audit ./my-adapter                 of peft; its base model is a folder, too
+  opacus-ext audit out/checkpoint-500           of PrivateTrainer: with its settings
   opacus-ext audit my_package.my_module:case --mode ghost
 
-Single steps are tested with the noise multiplier given, and one short run. The status
-is 0 if nothing contradicts the claims, else 1.""",
+Single steps are tested, and one fresh short run of the architecture, on random records.
+The status is 0 if nothing contradicts the claims, else 1.""",
     "statement": """examples:
   opacus-ext statement run.pt                   of engine.save_checkpoint
   opacus-ext statement out/checkpoint-500       of PrivateTrainer
 
 The status is 1 if no guarantee is known, as with poisson_sampling=False.""",
+    "recommend": """examples:
+  synthetic data; a table of user, item and timestamp, with or without a header
+    opacus-ext recommend
+    opacus-ext recommend --data ratings.csv --epsilon 8 --save model.pt
+  nothing is trained: which item follows which is released once, in seconds
+    opacus-ext recommend --data ratings.csv --model transitions --train-share 0
+  a run that can be cut off, and goes on
+    opacus-ext recommend --data ratings.csv --checkpoint run.pt --time-limit 3000
+    opacus-ext recommend --data ratings.csv --checkpoint run.pt --resume
+  what a user may like, by a model that was saved
+    opacus-ext recommend --load model.pt --data ratings.csv --recommend-to alice
+
+The guarantee covers the weights, after any number of epochs, and all that is released,
+for adding or removing one user. It does not cover the loss, NDCG and HIT, which are
+computed on the users' own data, nor a choice of options by looking at them, nor the
+names of the items: they are those of the data, unless --items gives a list. The seed
+and the checkpoint determine the noise: keep both secret.""",
 }
 
 #: Each command is a function of this name, in the file beside this one that is named.
@@ -90,6 +110,7 @@ COMMANDS = {
     "check": ("check", "compare per-sample gradients with autograd"),
     "audit": ("check", "attack private training, and compare with what it claims"),
     "statement": ("check", "the privacy statement of a checkpoint"),
+    "recommend": ("recommend", "train a recommender with user-level privacy"),
 }
 
 _BUDGET = """
@@ -163,10 +184,11 @@ target                 text              ; a folder of transformers, or module:f
 --float32              flag              ; compare in float32, not in float64
 """,
     "audit": """
-target                 text              ; a folder of transformers, or module:function
---mode=ghost_bk        text              ; grad_sample_mode
---noise-multiplier=0.5 number >0         ; of single steps
---max-grad-norm=1      number >0         ; C
+target                 text              ; a folder of a model, an adapter or a run, \
+or module:function
+--mode                 text              ; grad_sample_mode; of the run, or ghost_bk
+--noise-multiplier     number >0         ; of steps; of the run, or 0.5
+--max-grad-norm        number >0         ; C; of the run, or 1
 --trials=200           whole 16          ; single steps of each of three kinds
 --canaries=2000        whole 20          ; of the run; at most the model's entries
 --delta=1e-5           number >0 1       ; of the epsilons
@@ -179,7 +201,89 @@ checkpoint             text              ; a file, or PrivateTrainer's folder
 --delta                number >0 1       ; of the guarantee; that of the noise
 --unit=record          text              ; what a record is, as user
 """,
+    "recommend": """
+--data[FILE]           text              ; user,item,timestamp; else synthetic data
+--columns              words             ; the header's names of user, item and time
+--items[FILE]          text              ; names of all items, public, a line each
+--users                whole 1           ; of --data, take only so many
+--min-actions=5        whole 3           ; users and items of fewer are left out
+--epsilon=8            number 1e-12      ; privacy budget of the whole run
+--delta=1e-5           number 1e-300 0.5 ; of the guarantee
+--epochs               whole 1           ; passes over the users; 5, with --data 20
+--batch-size           whole 1           ; expected users a step; 256, with --data 1024
+--physical-batch-size=64 whole 1         ; users in memory at once
+--lr                   number 1e-12      ; peak, of Adam; 3e-3, with --data 9e-3
+--weight-decay=1e-5    number 0          ; of Adam
+--warmup=0.2           number 0 1        ; share of the steps, then linear decay
+--max-len              whole 1           ; latest items of a user that count; 30, \
+with --data 50, of transitions 100
+--width=64             whole 1           ; model dimension
+--depth=2              whole 1           ; transformer blocks
+--heads=1              whole 1           ; attention heads
+--dropout=0.2          number 0 1        ; dropout probability
+--model=dpformer       {dpformer,transformer,transformer-untied,gru,lstm,transitions} \
+; what is trained
+--shares=private       {private,exact}   ; of items; exact: outside of the guarantee
+--prior=transitions    {transitions,popularity,none} ; that the model adds to
+--top                  whole 1           ; items with embeddings; those that stand out
+--popularity-share     number 0 1        ; of the budget; 0.0225, with transitions \
+below epsilon 2 0.1
+--train-share          number 0 1        ; of the budget; 0.5, with --data 0.05
+--where=logits         {logits,scores}   ; Re-Attention acts there
+--cap=1                number 0          ; of keys' variances, by their squares; 0: none
+--grad-sample-mode=ghost_bk {ghost_bk,ghost,hooks} ; how gradients are clipped
+--clipping=automatic   text              ; flat, automatic or normalized
+--max-grad-norm=1      number 1e-12      ; norm of a user's clipped gradient
+--ema=0                number 0 1        ; decay of the average of weights; 0: none
+--once                 yes-no            ; nobody has an item twice, so own items \
+come last; by default if --data has ratings
+--validate             flag              ; measure on the last items but one
+--seed                 whole 0 9.223372036854775808e18 ; of weights, batches and \
+noise: a secret; drawn, of synthetic data 0
+--device=cpu           text              ; such as cuda
+--threads=1            whole 1           ; CPU threads
+--checkpoint[FILE]     text              ; is written after each epoch
+--resume               flag              ; go on from --checkpoint
+--repeat-noise         flag              ; go on bit for bit, once from a checkpoint
+--stop-after-epochs    whole 1           ; stop early, to be resumed
+--time-limit           number 1e-12      ; seconds; stop at the last epoch that fits
+--evaluate-every       whole 1           ; epochs, for the curve of --json
+--save[FILE]           text              ; the model with the names of its items
+--statement[FILE]      text              ; the privacy statement, in Markdown
+--load[FILE]           text              ; a saved model: nothing is trained
+--recommend-to[USER]   append            ; of --data; prints ten items for each
+--no-progress          flag              ; no progress
+""",
 }
+
+#: Of "recommend", where they are not given: on synthetic data, and on --data.
+SYNTHETIC = {"epochs": 5, "batch_size": 256, "max_len": 30, "lr": 3e-3}
+SYNTHETIC |= {"train_share": 0.5, "seed": 0}
+REAL = {"epochs": 20, "batch_size": 1024, "max_len": 50, "lr": 9e-3}
+REAL |= {"train_share": 0.05}
+
+
+def _fill_recommend(args: argparse.Namespace) -> None:
+    """Fills in the options whose default depends on others."""
+    defaults = dict(REAL if args.data else SYNTHETIC)
+    if args.data and args.model == "transitions":
+        defaults["max_len"] = 100
+    # Of a small budget popularity needs more, to say which items stand out.
+    small = args.epsilon < 2 and args.prior == "transitions"
+    defaults["popularity_share"] = 0.1 if small else 0.0225
+    for name, value in defaults.items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
+
+
+def _problems_of_recommend(args: argparse.Namespace) -> Iterator[str]:
+    if args.recommend_to and not args.data:
+        yield "--recommend-to needs --data, which has the histories"
+    if args.load:
+        if not args.recommend_to:
+            yield "--load needs --recommend-to USER"
+        if args.checkpoint or args.save or args.statement:
+            yield "--load trains nothing: leave out --checkpoint, --save, --statement"
 
 
 def _numbers(kind: str, low: str = "0", high: str = "inf") -> Callable[[str], Any]:
@@ -241,6 +345,10 @@ def _add(command: argparse.ArgumentParser, line: str) -> None:
         settings["choices"] = kind.strip("{}").split(",")
     elif kind == "flag":
         settings["action"] = "store_true"
+    elif kind == "yes-no":
+        settings["action"] = argparse.BooleanOptionalAction
+    elif kind == "append":
+        settings |= dict(action="append", default=[])
     elif kind == "hold-out":
         settings |= dict(type=_hold_out, action="append", default=[])
     elif kind == "words":
@@ -277,12 +385,15 @@ def parse(argv: Optional[Sequence[str]] = None) -> argparse.Namespace:
     args = build_parser().parse_args(argv)
     for problem in _problems(args):
         args.parser.error(problem)
+    if args.command == "recommend":
+        _fill_recommend(args)
     return args
 
 
 def needs_torch(args: argparse.Namespace) -> bool:
     """True if a command trains or reads a model."""
-    return args.command == "measure" or COMMANDS[args.command][0] == "check"
+    commands = ("measure", "recommend")
+    return args.command in commands or COMMANDS[args.command][0] == "check"
 
 
 def _problems(args: argparse.Namespace) -> Iterator[str]:
@@ -297,7 +408,12 @@ def _problems(args: argparse.Namespace) -> Iterator[str]:
             yield f"batch_size must be at most {examples}, all examples; got {least:g}"
     if args.command == "plan":
         yield from _problems_of_plan(args)
-    for name in ("measurements", "noise_free", "text", "checkpoint"):
+    if args.command == "recommend":
+        yield from _problems_of_recommend(args)
+    files = ["measurements", "noise_free", "text", "items", "load"]
+    if args.command == "statement":
+        files.append("checkpoint")
+    for name in files:
         path = getattr(args, name, None)
         if path and path != "example" and not os.path.exists(path):
             yield f"there is no {path}"

@@ -1,14 +1,13 @@
-"""What the training programs share: the schedule, output, checkpoints, arguments."""
+"""What programs that train share: the schedule, output and checkpoints."""
 
 from __future__ import annotations
 
-import argparse
 import math
 import sys
 import time
 import warnings
 from pathlib import Path
-from typing import Any, Callable, Dict, List, Optional, Tuple
+from typing import Any, Dict, List, Optional, Tuple, Union
 
 import torch
 from opacus import PrivacyEngine
@@ -20,6 +19,8 @@ from opacus_ext import checkpoints
 from opacus_ext.accountants import noise_left
 from opacus_ext.progress import progress
 from opacus_ext.refused import Refused
+
+Tensors = Union[List[torch.Tensor], Tuple[torch.Tensor, ...]]
 
 
 def learning_rate(step: int, total: int, peak: float, warmup: float) -> float:
@@ -52,9 +53,7 @@ def moving_average(module: nn.Module, decay: float) -> AveragedModel:
         0.818
     """
 
-    def average(
-        averages: List[torch.Tensor], weights: List[torch.Tensor], t: Any
-    ) -> None:
+    def average(averages: Tensors, weights: Tensors, t: Any) -> None:
         kept = min(decay, (1 + int(t)) / (10 + int(t)))
         torch._foreach_lerp_(averages, weights, 1 - kept)
 
@@ -148,8 +147,9 @@ class Progress:
 
     def __init__(self, step: int, total: int, epoch_steps: int, show: bool = True):
         self.step, self.total, self.epoch_steps = step, total, epoch_steps
-        self.start, self.losses = time.monotonic(), []
-        bar = {"initial": step, "total": total, "unit": "step", "delay": 0}
+        self.start = time.monotonic()
+        self.losses: List[float] = []
+        bar: Any = {"initial": step, "total": total, "unit": "step", "delay": 0}
         self.bar = progress(show=show, leave=True, **bar)
         self.lines = show and self.bar.disable
 
@@ -179,7 +179,7 @@ class Progress:
 def write_checkpoint(
     path: str,
     module: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizer: Any,
     content: Dict[str, Any],
     engine: Optional[PrivacyEngine] = None,
 ) -> None:
@@ -260,37 +260,3 @@ def find_checkpoint(
             remedy="Give the arguments that it was written with, or another file.",
         )
     return saved
-
-
-def bounded_number(
-    kind: type, low: float, high: float = math.inf
-) -> Callable[[str], Any]:
-    """
-    A type for argparse: a number in ``[low, high]``.
-
-    Example:
-        >>> bounded_number(int, 1)("3")
-        3
-    """
-
-    def parse(text: str) -> Any:
-        value = kind(text)
-        if not low <= value <= high:
-            raise argparse.ArgumentTypeError(f"{text} is not in [{low}, {high}]")
-        return value
-
-    parse.__name__ = kind.__name__
-    return parse
-
-
-def option(
-    parser: argparse.ArgumentParser,
-    flag: str,
-    default: Any,
-    kind: Any,
-    text: str,
-    **kwargs: Any,
-) -> None:
-    """Adds an option whose help ends with its default."""
-    shown = "" if default is None else f" (default {default})"
-    parser.add_argument(flag, default=default, type=kind, help=text + shown, **kwargs)

@@ -1,42 +1,26 @@
-"""Trains DPFormer, or what it is compared with, with user-level differential privacy.
-
-    python -m examples.train                            # synthetic data
-    python -m examples.train --data ratings.dat         # MovieLens-1M
-    python -m examples.train --data ml-1m.txt --checkpoint run.pt --time-limit 3000
-    python -m examples.train --data ml-1m.txt --checkpoint run.pt --resume
+"""
+Trains DPFormer, or what it is compared with, with user-level differential privacy.
 
 What some counts say is released once, with noise, within the budget: how popular items
-are (``--popularity-share`` of it, which DPFormer's Re-Attention needs, too), and which
-item follows which (what is left to it by ``--train-share``). The model adds to the
-scores that these make, and has embeddings for the ``--top`` items alone. ``--model
-transitions`` is those scores and nothing else, of which a handful of numbers is
-trained, or nothing at all with ``--train-share 0``. ``--prior popularity`` releases no
-transitions, ``--prior none`` learns popularity from gradients, too.
-``--shares exact`` takes popularity as it is, as the paper does, outside of the
-guarantee.
+are, which Re-Attention needs, too, and which item follows which. The model adds to the
+scores that these make, and has embeddings for the top items alone.
 
-What the guarantee covers: the weights, after any number of epochs, with respect to
-adding or removing one user. It does not cover the loss that is shown nor the
-reported NDCG and HIT, which are computed on the users' own data, nor a choice of
-hyperparameters made by looking at them. The seed and the checkpoint determine the
-noise: whoever has either, and the data of all other users, can subtract it. Keep both
-secret for a model that is released, with a seed nobody can guess.
-
-Checkpoints hold everything that a step depends on (weights, optimizer, the
-accountant's history, the noise multiplier, the random state) and are written after
-each epoch. Steps after the last one are lost with their updates if the run is cut
-off. Resuming draws the same batches and the same noise again, so their repetition is
-the same release, counted once.
+Checkpoints hold everything that a step depends on (weights, optimizer, the accountant's
+history, the noise multiplier, the random state) and are written after each epoch. Steps
+after the last one are lost with their updates if the run is cut off. Resuming draws
+noise afresh; with ``repeat_noise`` the same batches and the same noise again, so that
+their repetition is the same release, counted once.
 """
 
+from __future__ import annotations
+
 import argparse
-import functools
-import sys
+import secrets
 import time
 import warnings
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Dict, Iterator, List, Optional
+from typing import Any, Dict, Iterator, NamedTuple
 
 import torch
 from opacus import PrivacyEngine
@@ -44,39 +28,36 @@ from opacus.utils.batch_memory_manager import BatchMemoryManager
 from torch import nn
 from torch.utils.data import DataLoader
 
-import opacus_ext  # noqa: F401  (registers the modes and clipping functions)
-from examples.ranking import evaluate, ndcg_and_hit, ranks
-from examples.recommender import (
-    MODELS,
-    PRIORS,
-    blank,
-    build,
-    of_sequences,
-    release,
-)
-from examples.runs import (
+from opacus_ext.losses import PerSample, cross_entropy
+from opacus_ext.re_attention import track_errors
+from opacus_ext.recommend.loop import (
     Progress,
     announce,
-    bounded_number,
     find_checkpoint,
-    ignore_standing_warnings,
     learning_rate,
     make_private,
     moving_average,
-    option,
     set_random_state,
     write_checkpoint,
 )
-from examples.sequences import SequenceData, read_sequences, synthetic_sequences
-from opacus_ext.losses import PerSample, cross_entropy
-from opacus_ext.planner.commands.output import strict_json
-from opacus_ext.re_attention import track_errors
-from opacus_ext.re_attention.tracking import PLACES
+from opacus_ext.recommend.ranking import evaluate, ndcg_and_hit, ranks
+from opacus_ext.recommend.recommender import Recommender, settings_of
+from opacus_ext.recommend.releasing import blank, build, of_sequences, release
+from opacus_ext.recommend.sequences import (
+    SequenceData,
+    read_sequences,
+    synthetic_sequences,
+)
 from opacus_ext.refused import Refused
+from opacus_ext.statement import privacy_statement
 
-# What may differ between a run and its resumption: none of it changes a step.
+#: What may differ between a run and its resumption: none of it changes a step, or the
+#: data's fingerprint says so.
 FREE = (
     "data",
+    "columns",
+    "items",
+    "min_actions",
     "checkpoint",
     "resume",
     "repeat_noise",
@@ -85,39 +66,72 @@ FREE = (
     "json",
     "no_progress",
     "threads",
+    "save",
+    "load",
+    "statement",
+    "recommend_to",
+    "command",
+    "parser",
 )
 
-# For arguments that are not given: on synthetic data, and on --data.
-SYNTHETIC = {"epochs": 5, "batch_size": 256, "max_len": 30, "lr": 3e-3}
-SYNTHETIC["train_share"] = 0.5
-REAL = {"epochs": 20, "batch_size": 1024, "max_len": 50, "lr": 9e-3}
-REAL["train_share"] = 0.05
+
+class Trained(NamedTuple):
+    """
+    What :func:`train` returns.
+
+    Attributes:
+        summary: numbers and names, ready for JSON
+        recommender: the model with the names of its items
+    """
+
+    summary: Dict[str, Any]
+    recommender: Recommender
 
 
-def train(args: argparse.Namespace) -> Dict[str, Any]:
-    """Runs or resumes the training that the arguments describe.
-
-    Args:
-        args: from :func:`parse_args`.
-
-    Returns:
-        The summary: numbers and names, ready for JSON.
+def read_data(args: argparse.Namespace) -> SequenceData:
+    """
+    The data that the arguments name, by default synthetic data.
 
     Raises:
-        OSError, ValueError: for files and arguments that can't be used; the message
-            says what to do.
+        OSError, Refused: for files and arguments that can't be used
+    """
+    if not args.data:
+        for name in ("users", "columns", "items"):
+            if getattr(args, name):
+                raise Refused(
+                    f"--{name} needs --data: synthetic data is made whole.",
+                    parameter=f"--{name}",
+                    remedy="Give --data FILE.",
+                )
+        return synthetic_sequences()
+    items = None
+    if args.items:
+        items = Path(args.items).read_text(encoding="utf-8-sig").splitlines()
+        items = [line.strip() for line in items if line.strip()]
+        if not items:
+            raise Refused(
+                f"{args.items} has no items.",
+                parameter="--items",
+                remedy="Write the name of an item in each line.",
+            )
+    return read_sequences(
+        args.data, args.min_actions, args.users, columns=args.columns, items=items
+    )
+
+
+def train(args: argparse.Namespace, data: SequenceData) -> Trained:
+    """
+    Runs or resumes the training that the arguments describe.
+
+    Args:
+        args: of ``opacus-ext recommend``, as ``parse`` of
+            ``opacus_ext.planner.commands.options`` returns them
+        data: of :func:`read_data`
+
+    Raises:
+        OSError, Refused: for files and arguments that can't be used
     """
     start = time.monotonic()
-    if args.data:
-        data = read_sequences(args.data, max_users=args.users)
-    elif args.users:
-        raise Refused(
-            "--users needs --data: synthetic data is made whole.",
-            parameter="--users",
-            remedy="Give --data FILE.",
-        )
-    else:
-        data = synthetic_sequences()
     untrained = not args.train_share and args.prior == "transitions"
     if untrained and (args.model != "transitions" or args.checkpoint):
         raise Refused(
@@ -141,8 +155,8 @@ def train(args: argparse.Namespace) -> Dict[str, Any]:
         )
 
     torch.set_num_threads(args.threads)
-    torch.manual_seed(args.seed)
-    # The global generator draws batches and dropout.
+    # The global generator draws batches, dropout and noise.
+    torch.manual_seed(secrets.randbits(63) if args.seed is None else args.seed)
     engine = PrivacyEngine(accountant="prv_bounds")
     releases = (
         # Going on from a checkpoint, what was released is in it.
@@ -150,9 +164,9 @@ def train(args: argparse.Namespace) -> Dict[str, Any]:
         if saved
         else release(args, data, engine)
     )
-    net = build(args, data.num_items, *releases).to(args.device)
+    net: Any = build(args, data.num_items, *releases).to(args.device)
     if untrained:
-        return summary_of(args, start, data, net, engine)
+        return _trained(args, start, data, net, engine)
     trained = [p for p in net.parameters() if p.requires_grad]
     model, optimizer, criterion, loader = make_private(
         engine,
@@ -172,7 +186,7 @@ def train(args: argparse.Namespace) -> Dict[str, Any]:
         clipping=args.clipping,
     )
 
-    if args.model == "dpformer":
+    if args.model == "dpformer" and releases[0] is not None:
         shares = of_sequences(args, releases[0], users).to(args.device)
         track_errors(
             net,
@@ -226,7 +240,7 @@ def train(args: argparse.Namespace) -> Dict[str, Any]:
                 break
 
     net = average.module if average else net
-    return summary_of(
+    return _trained(
         args,
         start,
         data,
@@ -240,15 +254,17 @@ def train(args: argparse.Namespace) -> Dict[str, Any]:
     )
 
 
-def summary_of(
+def _trained(
     args: argparse.Namespace,
     start: float,
     data: SequenceData,
     net: nn.Module,
     engine: PrivacyEngine,
     **training: Any,
-) -> Dict[str, Any]:
+) -> Trained:
     """What :func:`train` returns, measured."""
+    spent = privacy_statement(engine, args.delta, unit="user").text
+    recommender = Recommender(net, data.items, settings_of(args, data.once), spent)
     users, items = len(data.histories), getattr(net, "items", None)
     ranked = evaluate(net, data, args.max_len)
     last = evaluate(net, data, args.max_len, own_last=True)
@@ -256,7 +272,7 @@ def summary_of(
     popularity = data.popularity()
     popularity[0] = 0
     popular = ndcg_and_hit(ranks(popularity.expand(users, -1), data.held_out))
-    return {
+    summary = {
         "data": data.name,
         "model": args.model,
         "users": users,
@@ -284,11 +300,12 @@ def summary_of(
         "seed": args.seed,
         "seconds": time.monotonic() - start,
     }
+    return Trained(summary, recommender)
 
 
 def _steps(
     model: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizer: Any,
     criterion: Any,
     loader: DataLoader,
     args: argparse.Namespace,
@@ -318,108 +335,6 @@ def _steps(
             if not optimizer._is_last_step_skipped:  # the logical batch is complete
                 step += 1
                 yield loss.item()
-
-
-def parse_args(argv: Optional[List[str]] = None) -> argparse.Namespace:
-    """The command line, or a list such as ``["--epsilon", "5"]``."""
-    parser = argparse.ArgumentParser(
-        prog="python -m examples.train",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    positive, count = bounded_number(float, 1e-12), bounded_number(int, 1)
-
-    add = functools.partial(option, parser)
-
-    def of(name: str) -> str:
-        return f" (default {SYNTHETIC[name]}; with --data {REAL[name]})"
-
-    add("--data", None, str, "ratings.dat or SASRec text; without it, synthetic data")
-    add("--users", None, count, "of --data, take only so many (for a small machine)")
-    add("--epsilon", 8.0, positive, "privacy budget of the whole run")
-    add("--delta", 1e-5, bounded_number(float, 1e-300, 0.5), "of the guarantee")
-    add("--epochs", None, count, f"passes over the users, in expectation{of('epochs')}")
-    add("--batch-size", None, count, f"expected users a step{of('batch_size')}")
-    add("--physical-batch-size", 64, count, "users in memory at once")
-    add("--lr", None, positive, f"peak learning rate of Adam{of('lr')}")
-    add("--weight-decay", 1e-5, bounded_number(float, 0), "of Adam")
-    add(
-        "--warmup",
-        0.2,
-        bounded_number(float, 0, 1),
-        "share of the steps, then linear decay",
-    )
-    text = f"latest items of a user to use{of('max_len')[:-1]}, of transitions 100)"
-    add("--max-len", None, count, text)
-    add("--width", 64, count, "model dimension")
-    add("--depth", 2, count, "transformer blocks")
-    add("--heads", 1, count, "attention heads")
-    add("--dropout", 0.2, bounded_number(float, 0, 1), "dropout probability")
-    add("--model", "dpformer", str, f"one of {MODELS}", choices=MODELS)
-    add("--shares", "private", str, "private or exact", choices=("private", "exact"))
-    part = bounded_number(float, 0, 1)
-    add("--prior", "transitions", str, f"one of {PRIORS}", choices=PRIORS)
-    text = "items with transitions and embeddings; by default those that stand out"
-    add("--top", None, count, text)
-    text = "of the budget (mu squared); by default 0.0225, with transitions below "
-    add("--popularity-share", None, part, text + "epsilon 2 0.1")
-    text = "of the budget (mu squared) where transitions are released"
-    add("--train-share", None, part, text + of("train_share"))
-    add("--where", "logits", str, "Re-Attention acts there", choices=PLACES)
-    add(
-        "--cap",
-        1.0,
-        bounded_number(float, 0),
-        "of keys' variances, by their squares; 0: none",
-    )
-    modes = ("ghost_bk", "ghost", "hooks")
-    add("--grad-sample-mode", "ghost_bk", str, f"one of {modes}", choices=modes)
-    add("--clipping", "automatic", str, "flat, automatic or normalized")
-    add("--max-grad-norm", 1.0, positive, "norm of a user's clipped gradient")
-    text = "decay of the moving average of the weights that is measured; 0: the last"
-    add("--ema", 0.0, part, text + " weights")
-    parser.add_argument(
-        "--once",
-        action=argparse.BooleanOptionalAction,
-        help="the data are of a kind in which nobody has an item twice, so the model "
-        "puts a user's own items last. By default this is what the form of --data says "
-        "(ratings), never the records, of which it would be a private fact",
-    )
-    parser.add_argument(
-        "--validate",
-        action="store_true",
-        help="leave out each user's last item, and measure on the one before it: to "
-        "choose settings by",
-    )
-    add("--seed", 0, int, "of weights, batches, dropout and noise")
-    add("--device", "cpu", str, "such as cuda")
-    # The default model is so small that a second thread gains little, and where another
-    # program is running its threads wait for each other most of the time.
-    add("--threads", 1, count, "CPU threads")
-    add("--checkpoint", None, str, "file to save to after each epoch")
-    parser.add_argument("--resume", action="store_true", help="go on from --checkpoint")
-    parser.add_argument(
-        "--repeat-noise",
-        action="store_true",
-        help="go on with the noise that the run would have had: bit for bit, and never "
-        "twice from one checkpoint",
-    )
-    add("--stop-after-epochs", None, count, "stop early, to be resumed")
-    add("--time-limit", None, positive, "seconds; stop at the last epoch that fits")
-    add("--evaluate-every", None, count, "epochs, for the summary's curve")
-    add("--json", None, str, "file for the summary")
-    parser.add_argument("--no-progress", action="store_true", help="show no progress")
-    args = parser.parse_args(argv)
-    defaults = dict(REAL if args.data else SYNTHETIC)
-    if args.data and args.model == "transitions":
-        defaults["max_len"] = 100
-    # Of a small budget popularity needs more, to say which items stand out.
-    small = args.epsilon < 2 and args.prior == "transitions"
-    defaults["popularity_share"] = 0.1 if small else 0.0225
-    for name, value in defaults.items():
-        if getattr(args, name) is None:
-            setattr(args, name, value)
-    return args
 
 
 WHY_ONCE = """\
@@ -455,7 +370,8 @@ def summary_table(summary: Dict[str, Any]) -> str:
             *lines,
             f"privacy      epsilon {s['epsilon_spent']:.2f} spent at delta "
             f"{s['delta']:g}, user-level",
-            f"run          {s['seconds']:.0f} s, seed {s['seed']}",
+            f"run          {s['seconds']:.0f} s, "
+            + ("seed drawn" if s["seed"] is None else f"seed {s['seed']}"),
             "",
             "held-out item among all items    NDCG@10     HIT@10",
             *(
@@ -469,23 +385,3 @@ def summary_table(summary: Dict[str, Any]) -> str:
             WHY_ONCE if s["once"] else WHY_NOT,
         ]
     )
-
-
-def main(argv: Optional[List[str]] = None) -> int:
-    """Trains, prints the summary, writes it as JSON on request; the exit status."""
-    args = parse_args(argv)
-    try:
-        with warnings.catch_warnings():
-            ignore_standing_warnings()
-            summary = train(args)
-    except (OSError, ValueError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    print(summary_table(summary))
-    if args.json:
-        Path(args.json).write_text(strict_json(summary, indent=2) + "\n", "utf-8")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,14 +1,18 @@
 """Sequences of items, one per user: readers, a synthetic data set, tensors."""
 
+from __future__ import annotations
+
 import hashlib
+import sys
 from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Dict, List, Optional, Tuple, Union
+from typing import Dict, List, Optional, Sequence, Tuple, Union
 
 import torch
 from torch.utils.data import TensorDataset
 
+from opacus_ext.recommend.actions import read_actions
 from opacus_ext.refused import Refused
 
 
@@ -22,7 +26,8 @@ class SequenceData:
         name: name of the data in summaries
         histories: for each user the items before the last, ids 1 to ``num_items``
         held_out: ``[users]``, the last item of each user
-        num_items: number of different items, held-out ones included
+        items: the names of all items; the first has id 1
+        users: the names of users
         once: whether the data are of a kind in which nobody has an item twice, as
             ratings are; these records are not looked at for it
     """
@@ -30,8 +35,31 @@ class SequenceData:
     name: str
     histories: List[torch.Tensor]
     held_out: torch.Tensor
-    num_items: int
+    items: List[str]
+    users: List[str]
     once: bool = False
+
+    @property
+    def num_items(self) -> int:
+        """The number of items, held-out ones included."""
+        return len(self.items)
+
+    def history(self, user: str) -> List[str]:
+        """
+        Returns the names of all items of a user, the held-out one last.
+
+        Raises:
+            Refused: for a name that no user has
+        """
+        if user not in self.users:
+            raise Refused(
+                f"{self.name}: no user {user!r}.",
+                parameter="user",
+                remedy="Users with fewer than min_actions actions are left out.",
+            )
+        place = self.users.index(user)
+        ids = [*self.histories[place].tolist(), int(self.held_out[place])]
+        return [self.items[i - 1] for i in ids]
 
     def training_set(self, max_len: int) -> TensorDataset:
         """
@@ -62,33 +90,41 @@ class SequenceData:
     def fingerprint(self) -> str:
         """Returns a digest that changes whenever a sequence does."""
         digest = hashlib.sha256(self.held_out.numpy().tobytes())
+        digest.update("\n".join(self.items).encode())
         for history in self.histories:
             digest.update(history.numpy().tobytes() + b"|")
         return digest.hexdigest()[:16]
 
 
 def read_sequences(
-    path: Union[str, Path], min_actions: int = 5, max_users: Optional[int] = None
+    path: Union[str, Path],
+    min_actions: int = 5,
+    max_users: Optional[int] = None,
+    *,
+    columns: Optional[Sequence[str]] = None,
+    items: Optional[Sequence[str]] = None,
 ) -> SequenceData:
     """
-    Reads user sequences from SASRec's text form or MovieLens's ratings.dat.
+    Reads each user's items in order of time, from a table of actions.
 
-    The first line tells the form:
+    A line is an action: ``user,item,timestamp`` with or without a header, MovieLens's
+    ``user::item::rating::timestamp``, or SASRec's ``user item`` with a user's lines in
+    order of time; see :func:`~opacus_ext.recommend.actions.read_actions`. Equal times
+    keep the file's order. Data with ratings are ``once``: a user rates an item one
+    time.
 
-    - ``user item``, a user's lines in time order (SASRec); items are not filtered;
-    - ``user::item::rating::timestamp`` in any order (MovieLens). Items of fewer than
-      ``min_actions`` actions are dropped, and equal timestamps keep the file's order.
-      These data are ``once``: a user rates an item one time.
-
-    In both, users of fewer than ``min_actions`` actions are dropped, as in the DPFormer
-    paper (appendix E.1). Items are numbered anew in order of appearance. The list of
-    items and the filter depend on the data; the analysis takes them as public.
+    Users of fewer than ``min_actions`` actions are dropped, and before that, where
+    there are times, items of fewer, as in the DPFormer paper (appendix E.1). Then the
+    list of items depends on the data, and privacy takes it as public. With ``items``
+    it does not: actions with others are left out, and no item is dropped.
 
     Args:
         path: the file
         min_actions: fewest actions, at least 3 (an input, a target and the held-out
             item)
         max_users: keeps only so many users, by their numbers, and their items
+        columns: the header's names of the user's, the item's and the time's column
+        items: the names of all items, which are public
 
     Raises:
         OSError: if the file can't be read
@@ -100,28 +136,40 @@ def read_sequences(
             parameter="min_actions",
             remedy="A user has an input, a target and the held-out item.",
         )
-    actions, rated = _read_actions(Path(path))
-    if rated:
-        actions.sort(key=lambda action: action[2])  # stable
-        count = Counter(item for _, item, _ in actions)
-        actions = [action for action in actions if count[action[1]] >= min_actions]
-    by_user: Dict[int, List[int]] = {}
-    for user, item, _ in actions:
-        by_user.setdefault(user, []).append(item)
-    chosen = [by_user[u] for u in sorted(by_user) if len(by_user[u]) >= min_actions]
-    chosen = chosen[:max_users]
-    if not chosen:
+    actions = read_actions(path, columns)
+    order = list(range(len(actions.users)))
+    if actions.times is not None:
+        order.sort(key=actions.times.__getitem__)  # stable
+    names = list(dict.fromkeys(items or ()))
+    if names:
+        public = set(names)
+        order = [i for i in order if actions.items[i] in public]
+    elif actions.times is not None:
+        count = Counter(actions.items)
+        order = [i for i in order if count[actions.items[i]] >= min_actions]
+    by_user: Dict[str, List[str]] = {}
+    for i in order:
+        by_user.setdefault(actions.users[i], []).append(actions.items[i])
+    users = [u for u in by_user if len(by_user[u]) >= min_actions]
+    users = sorted(users, key=_by_number)[:max_users]
+    if not users:
         raise Refused(
             f"{path}: no user has {min_actions} actions or more.",
             parameter="path",
-            remedy="Lower min_actions, or give a file with longer sequences.",
+            remedy="Lower min_actions (--min-actions), to 3 or more, or give a file "
+            "with longer histories.",
         )
-    ids: Dict[int, int] = {}
-    sequences = [
-        torch.tensor([ids.setdefault(i, len(ids) + 1) for i in items])
-        for items in chosen
-    ]
-    return _held_out(Path(path).name, sequences, len(ids), rated)
+    names = names or [*dict.fromkeys(x for user in users for x in by_user[user])]
+    ids = {name: i for i, name in enumerate(names, 1)}
+    sequences = [torch.tensor([ids[x] for x in by_user[user]]) for user in users]
+    return _held_out(Path(path).name, sequences, names, users, actions.rated)
+
+
+def _by_number(name: str) -> Tuple[int, str]:
+    """A key that orders numbers by size, and after them other names."""
+    if name.isdecimal():
+        return int(name), name
+    return sys.maxsize, name
 
 
 def synthetic_sequences(
@@ -170,41 +218,19 @@ def synthetic_sequences(
         rank = torch.where(draw < 0.5, (rank + 1) % size, zipf(size))
     rows = zip(torch.stack(columns, dim=1), lengths.tolist())
     sequences = [row[:n].clone() for row, n in rows]
-    return _held_out("synthetic", sequences, num_items)
+    items, users = ([str(i + 1) for i in range(n)] for n in (num_items, num_users))
+    return _held_out("synthetic", sequences, items, users)
 
 
 def _held_out(
-    name: str, sequences: List[torch.Tensor], num_items: int, once: bool = False
+    name: str,
+    sequences: List[torch.Tensor],
+    items: List[str],
+    users: List[str],
+    once: bool = False,
 ) -> SequenceData:
     last = torch.stack([x[-1] for x in sequences])
-    return SequenceData(name, [x[:-1] for x in sequences], last, num_items, once)
-
-
-def _read_actions(path: Path) -> Tuple[List[Tuple[int, int, int]], bool]:
-    """Reads (user, item, time), and tells whether they are ratings (ratings.dat)."""
-    actions: List[Tuple[int, int, int]] = []
-    rated = False
-    with path.open(encoding="utf-8", errors="replace") as lines:
-        for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            if not actions:
-                rated = "::" in line
-            try:
-                if rated:
-                    user, item, _, time = line.split("::")
-                else:
-                    (user, item), time = line.split(), "0"
-                actions.append((int(user), int(item), int(time)))
-            except ValueError:
-                form = "user::item::rating::timestamp" if rated else "user item"
-                raise Refused(
-                    f"{path}, line {number}: expected '{form}' in whole numbers, "
-                    f"found {line.rstrip()[:80]!r}.",
-                    parameter="path",
-                    remedy="Put the file in this form, or leave the line out.",
-                ) from None
-    return actions, rated
+    return SequenceData(name, [x[:-1] for x in sequences], last, items, users, once)
 
 
 def _pad(sequences: List[torch.Tensor], max_len: int) -> torch.Tensor:

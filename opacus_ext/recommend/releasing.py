@@ -1,4 +1,4 @@
-"""What examples.train releases before it trains, and the models it trains."""
+"""What a recommender releases before it is trained, and its models."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import torch
 from opacus import PrivacyEngine
 from torch import nn
 
-from examples.sequences import SequenceData
 from opacus_ext.models import (
     DPFormer,
     NextItemModel,
@@ -18,6 +17,7 @@ from opacus_ext.models import (
     TransitionPrior,
 )
 from opacus_ext.re_attention import token_shares
+from opacus_ext.recommend.sequences import SequenceData
 from opacus_ext.refused import Refused
 from opacus_ext.releases import (
     Popularity,
@@ -94,7 +94,7 @@ def release(
     if args.shares == "exact":
         shares = 0.0
         exact = token_shares(
-            data.training_set(args.max_len).tensors[0],
+            list(data.training_set(args.max_len).tensors[0]),
             data.num_items + 1,
             source="exact",
         )

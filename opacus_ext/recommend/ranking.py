@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Tuple
+from typing import Any, Tuple
 
 import torch
-from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 
-from examples.sequences import SequenceData
 from opacus_ext.models import leave_out
+from opacus_ext.recommend.sequences import SequenceData
 
 
 def ranks(scores: torch.Tensor, items: torch.Tensor) -> torch.Tensor:
@@ -45,7 +44,7 @@ def ndcg_and_hit(rank: torch.Tensor, k: int = 10) -> Tuple[float, float]:
 
 @torch.no_grad()
 def evaluate(
-    model: nn.Module, data: SequenceData, max_len: int, own_last: bool = False
+    model: Any, data: SequenceData, max_len: int, own_last: bool = False
 ) -> Tuple[float, float]:
     """
     NDCG@10 and HIT@10 in percent of a model on the held-out items, among all items.
