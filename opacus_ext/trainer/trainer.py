@@ -34,7 +34,12 @@ from opacus_ext.grad_sample.core.groups import Samples, samples_of
 from opacus_ext.losses import RecordModel, sample_loss
 from opacus_ext.misuse import check_delta, check_size
 from opacus_ext.monitor import Monitor
-from opacus_ext.private_torch import tree_flatten, tree_map, tree_unflatten
+from opacus_ext.private_torch import (
+    _BatchNorm,
+    tree_flatten,
+    tree_map,
+    tree_unflatten,
+)
 from opacus_ext.private_training import Basis, PrivateTraining, Same
 from opacus_ext.refused import Refused
 from opacus_ext.supported import Run, kind_of, refuse
@@ -191,6 +196,7 @@ class PrivateTrainer(Trainer):
         self.engine = self._training.engine
         self._monitor: Optional[Monitor] = None
         self._runs = 0
+        self._evaluated: List[nn.Module] = []  # BatchNorm that keeps its statistics
         self.add_callback(_NoiseLog(self))
         if self.train_dataset is not None:
             delta, data = privacy.target_delta, self.train_dataset
@@ -320,7 +326,7 @@ class PrivateTrainer(Trainer):
         privacy, training, sampling = self.privacy, self._training, self.sampling
         records = len(self.train_dataset)
         noise = training.choose_noise(sampling, records, lambda: self.state.max_steps)
-        self.model.train()  # from_pretrained leaves it in evaluation mode
+        self._set_training(self.model)  # from_pretrained leaves it in evaluation mode
         training.make_private(
             self.model,
             optimizer,
@@ -388,7 +394,7 @@ class PrivateTrainer(Trainer):
             training.hooks.private.settings = settings
         model = self.accelerator.unwrap_model(model)  # DDP would add gradients up
         model = getattr(model, "_orig_mod", model)  # compiled with its loss, if at all
-        model.train()
+        self._set_training(model)
         if batch.inputs is not None:  # without records the step is noise
             inputs = dict(self._prepare_inputs(batch.inputs))
             names = {*(self.privacy.shared or ())} & {*inputs}
@@ -407,6 +413,12 @@ class PrivateTrainer(Trainer):
         with self.compute_loss_context_manager():
             loss = partial(self._record_loss, model)
             return training.hooks.clip(training.optimizer, samples, loss).detach()
+
+    def _set_training(self, model: nn.Module) -> None:
+        """Sets training mode, but for BatchNorm that was in evaluation mode before."""
+        model.train()
+        for layer in self._evaluated:
+            layer.eval()
 
     def _samples(
         self, inputs: Dict[str, Any], records: int
@@ -484,6 +496,8 @@ class PrivateTrainer(Trainer):
         path, training = resume_from_checkpoint, self._training
         if path is True:
             path = get_last_checkpoint(self.args.output_dir)
+        layers = [x for x in self.model.modules() if isinstance(x, _BatchNorm)]
+        self._evaluated = [layer for layer in layers if not layer.training]
         self._config = self._settings()
         saved = read_state(path) if path else None
         if saved is not None:
