@@ -233,10 +233,7 @@ def test_checkpoints_of_other_runs_are_refused(tmp_path):
 
 def test_a_run_that_goes_on_with_another_plan(tmp_path):
     """In secure mode, too; a budget that is spent is told."""
-    path, secure = tmp_path / "a.ckpt", {
-        "secure_mode": True,
-        "accountant": "prv_bounds",
-    }
+    path, secure = tmp_path / "a.ckpt", {"secure_mode": True, "seed": None}
 
     def fit(epsilon, steps, path=None):
         callback = privacy("ghost_bk", target_epsilon=epsilon, **secure)

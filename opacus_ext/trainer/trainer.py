@@ -315,6 +315,8 @@ class PrivateTrainer(Trainer):
         self._training.refuse_changes()  # a callback's, of arguments
         if self._training.hooks is not None:
             self._training.optimizer.drop_logical_batch()  # one that was left, too
+        if self.state.global_step >= self.state.max_steps:
+            return [], 0  # Trainer takes one more step of a run that was complete
         items = list(islice(epoch_iterator, num_batches))
         if items:
             self._training.draw = items[-1][-1].draw + 1
