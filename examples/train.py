@@ -22,11 +22,13 @@ hyperparameters made by looking at them. The seed and the checkpoint determine t
 noise: whoever has either, and the data of all other users, can subtract it. Keep both
 secret for a model that is released, with a seed nobody can guess.
 
-Checkpoints hold everything that a step depends on (weights, optimizer, the
-accountant's history, the noise multiplier, the random state) and are written after
-each epoch. Steps after the last one are lost with their updates if the run is cut
-off. Resuming draws the same batches and the same noise again, so their repetition is
-the same release, counted once.
+To go on after a kill, a crash or ``--time-limit``: give ``--checkpoint run.pt`` from
+the start, and later run the same command with ``--resume`` added. The file is replaced
+after each epoch; an epoch that was cut off is trained anew, with other batches and
+other noise, and is not counted twice. Epsilon in the end is that of a run that was not
+stopped. Without ``--resume`` an existing file is never overwritten. With
+``--repeat-noise`` batches and noise are those that the run would have had; never go on
+twice from one checkpoint so.
 """
 
 import argparse
@@ -396,8 +398,9 @@ def parse_args(argv: Optional[List[str]] = None) -> argparse.Namespace:
     # The default model is so small that a second thread gains little, and where another
     # program is running its threads wait for each other most of the time.
     add("--threads", 1, count, "CPU threads")
-    add("--checkpoint", None, str, "file to save to after each epoch")
-    parser.add_argument("--resume", action="store_true", help="go on from --checkpoint")
+    add("--checkpoint", None, str, "file to save to after each epoch, for --resume")
+    text = "go on from --checkpoint: the same command, with this added"
+    parser.add_argument("--resume", action="store_true", help=text)
     parser.add_argument(
         "--repeat-noise",
         action="store_true",
