@@ -308,11 +308,10 @@ SECURE = {"privacy_seed": None, "repeat_noise": False, "secure_mode": True}
 
 @pytest.mark.parametrize("mode", ["hooks", "auto"])
 def test_secure_mode(mode, tmp_path, recwarn):
-    """No seed fixes draws and noise, and a checkpoint has nothing to draw them from."""
+    """No seed fixes the noise, and a checkpoint has nothing to draw it from."""
     privacy = private(**SECURE, grad_sample_mode=mode, monitor="private")
     runs = [trainer(tmp_path / i, privacy=privacy, **SAVING) for i in "ab"]
     for run in runs:
-        run._training.seed = 0
         with unittest.mock.patch("secrets.randbits", return_value=0):
             run.train()
         assert not any("Secure RNG" in str(each.message) for each in recwarn)
@@ -330,6 +329,19 @@ def test_secure_mode(mode, tmp_path, recwarn):
         assert "cryptographically secure" in str(statement)
     with pytest.raises(Refused, match="secure_mode: True there, False here"):
         trainer(tmp_path).train(str(folder))
+
+
+@pytest.mark.parametrize("secure", [False, True])
+def test_no_seed_fixes_the_draws_of_secure_mode(secure, tmp_path):
+    """Without noise runs of one seed are equal, but for their draws."""
+    found = []
+    for _ in range(2):
+        privacy = private(**{**SECURE, "secure_mode": secure, "noise_multiplier": 0.0})
+        run = trainer(tmp_path, privacy=privacy, max_steps=2)
+        with unittest.mock.patch("secrets.randbits", return_value=0):
+            run.train()
+        found.append(weights(run.model))
+    assert (distance(*found) > 1e-4) is secure
 
 
 def test_a_model_of_several_processes_has_no_secure_mode(tmp_path, monkeypatch):

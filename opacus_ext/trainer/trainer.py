@@ -162,6 +162,7 @@ class PrivateTrainer(Trainer):
     """
 
     model: Any
+    optimizer: Any
     _adopted: Any = None  # the sharded model that accelerate takes as it is
 
     def __init_subclass__(cls, **kwargs: Any):

@@ -22,7 +22,6 @@ from opacus_ext.grad_sample.adapter.functions import NotCompiled
 from opacus_ext.grad_sample.adapter.inputs import Inputs
 from opacus_ext.grad_sample.adapter.objects import (
     Outcome,
-    find_module,
     holds_data,
     line_that_sets,
 )
@@ -435,14 +434,15 @@ class ForwardRecord:
         return self.model.state.changes()
 
     def _changes(self, name: str, how: str) -> Refused:
-        line = line_that_sets(self.model.state.modules, name)
+        modules = self.model.state.modules
+        line = line_that_sets(modules, name)
         remedy = (
             "Return the value, or pass it as an argument, instead of storing it; "
             "replace layers with running statistics."
         )
-        layer = find_module(self.model.state.root, name.rpartition(".")[0])
-        if isinstance(layer, _BatchNorm):
-            kind = type(layer).__name__
+        norms = [x for x in modules if isinstance(x, _BatchNorm) and x.training]
+        if norms and name.rpartition(".")[2] in norms[0]._buffers:
+            kind = type(norms[0]).__name__
             shown = f"torch.nn.{kind}" if hasattr(nn, kind) else kind
             remedy = (
                 f"Call eval() on each {kind} after model.train(): it trains with the "

@@ -282,13 +282,6 @@ def _copy_of(leaf: Any, value: object) -> Any:
     return leaf.detach().clone()
 
 
-def find_module(root: object, name: str) -> nn.Module | None:
-    """Returns the module of this name; None if it is no name of one."""
-    if not isinstance(root, nn.Module):
-        return None
-    return dict(root.named_modules(remove_duplicate=False)).get(name)
-
-
 def line_that_sets(modules: Iterable[nn.Module], name: str) -> str:
     """Returns where the code of a module sets an attribute, to be read; or ``""``."""
     attribute = name.rpartition(".")[2]
