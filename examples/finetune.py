@@ -23,10 +23,12 @@ shown nor a choice of hyperparameters made by looking at results. The seed and
 the checkpoint determine the noise: keep both secret for a model that is released, with
 a seed nobody can guess.
 
-Checkpoints hold everything that a step depends on and are written after each epoch, or
-every --checkpoint-every steps. Steps after the last one are lost if the run is cut
-off; resuming draws the same batches and the same noise again: the same release, counted
-once.
+To go on after a kill, a crash or --time-limit: give --checkpoint run.pt from the start,
+and later run the same command with --resume added. The file is replaced after each
+epoch, or every --checkpoint-every steps; steps after the last checkpoint are taken
+anew, with other batches and other noise, and are not counted twice. With --repeat-noise
+batches and noise are those that the run would have had; never go on twice from one
+checkpoint so.
 """
 
 from __future__ import annotations
@@ -438,9 +440,10 @@ def parse_args(argv: Optional[List[str]] = None) -> argparse.Namespace:
     add("--seed", 0, int, "of weights, batches, dropout and noise")
     add("--device", "cpu", str, "such as cuda")
     add("--threads", 1, count, "CPU threads")
-    add("--checkpoint", None, str, "file to save to after each epoch")
+    add("--checkpoint", None, str, "file to save to after each epoch, for --resume")
     add("--checkpoint-every", None, count, "steps between checkpoints, not an epoch")
-    parser.add_argument("--resume", action="store_true", help="go on from --checkpoint")
+    text = "go on from --checkpoint: the same command, with this added"
+    parser.add_argument("--resume", action="store_true", help=text)
     parser.add_argument(
         "--repeat-noise",
         action="store_true",

@@ -2,8 +2,8 @@
 measurements and budgets: 1, 3 to 10, 14 to 19, and one of the learning rates (C.7).
 They take matplotlib (``pip install opacus_ext[plots]``).
 
-    python -m examples.planner_plots example --out plots
-    python -m examples.planner_plots example --out plots \\
+    python -m examples.planner_plots example --out runs/plots
+    python -m examples.planner_plots example --out runs/plots \\
         --ratio-runs benchmarks/results/noise-batch-ratio-cpu.jsonl
 
 The first draws all of them but 7 to 10, of the runs that the package comes with or of a

@@ -24,7 +24,7 @@ from opacus_ext.data.logical import PhysicalBatch, logical_loader
 from opacus_ext.data.sampling import Poisson, Sampling
 from opacus_ext.engine import INDEPENDENT
 from opacus_ext.grad_sample.modes.ghost import ClippedLoss
-from opacus_ext.private_training import Basis, PrivateTraining, Same
+from opacus_ext.private_training import Basis, PrivateTraining, Same, check_random
 from opacus_ext.refused import Refused
 from opacus_ext.supported import Run, kind_of, refuse
 
@@ -85,6 +85,7 @@ class PrivacyCallback(Callback):
         seed: of noise and batches, for tests. By default it is secret
         repeat_noise: see :class:`~opacus_ext.trainer.PrivacyArguments`; dropout is not
             repeated, as Lightning does not keep its random state
+        secure_mode: see :class:`~opacus_ext.trainer.PrivacyArguments`
         kwargs: of ``make_private``, such as ``clipping``
 
     Raises:
@@ -119,18 +120,22 @@ class PrivacyCallback(Callback):
         sampling: Optional[Sampling] = None,
         seed: Optional[int] = None,
         repeat_noise: bool = False,
+        secure_mode: bool = False,
         **kwargs: Any,
     ):
-        correlated = kwargs.get("noise", INDEPENDENT) != INDEPENDENT
+        noise = "secure" if secure_mode else INDEPENDENT
+        if kwargs.get("noise", INDEPENDENT) != INDEPENDENT:
+            noise = "banded"
         self._run = Run(
             "PrivacyCallback",
             mode=grad_sample_mode,
             clipping=kwargs.get("clipping", "flat"),
-            noise="banded" if correlated else INDEPENDENT,
+            noise=noise,
         )
         refuse(self._run)
+        check_random(secure_mode, seed=seed, repeat_noise=repeat_noise)
         self._training = PrivateTraining(
-            accountant, target_delta, target_epsilon, noise_multiplier
+            accountant, target_delta, target_epsilon, noise_multiplier, secure_mode
         )
         self._training.seed = secrets.randbits(63) if seed is None else seed
         self.engine = self._training.engine
@@ -149,7 +154,10 @@ class PrivacyCallback(Callback):
 
     def _refuse_model(self, pl_module: Any) -> None:
         """Refuses a model that is not trained here."""
-        run = self._run._replace(model=kind_of(pl_module))
+        kind = kind_of(pl_module)
+        if self._training.process[1] > 1 and kind == "one process":
+            kind = "DistributedDataParallel"
+        run = self._run._replace(model=kind)
         refuse(run, type(pl_module).__name__)
 
     # -- a run ---------------------------------------------------------------------
@@ -159,9 +167,9 @@ class PrivacyCallback(Callback):
         if stage != "fit":
             return
         _refuse_trainer(trainer)
+        self._training.process = trainer.global_rank, trainer.world_size
         self._refuse_model(pl_module)
         self._saved = {}
-        self._training.process = trainer.global_rank, trainer.world_size
         self._several = trainer.world_size > 1
         if hasattr(trainer.strategy, "configure_ddp"):
             # DDP would average gradients that have no noise yet.
@@ -235,13 +243,19 @@ class PrivacyCallback(Callback):
             "sampling": repr(sampling),
             "target_epsilon": training.target_epsilon,
             "noise_multiplier": training.noise_multiplier,
+            "secure_mode": training.engine.secure_mode,
             **{name: str(value) for name, value in self._kwargs.items()},
         }
+        if training.target_epsilon is not None:
+            self._config["max_steps"] = _count_steps(trainer)
         self._undo.append(training.end)
         if trainer.ckpt_path:
             self._restore(trainer.ckpt_path)
+        done = trainer.global_step
+        if training.saved is None or training.plans(training.saved, self._config, done):
+            training.refuse_spent(training.saved, "steps (max_epochs or max_steps)")
         training.seed = training.agreed(training.seed)
-        noise = training.choose_noise(sampling, size, lambda: _count_steps(trainer))
+        noise = training.choose_noise(sampling, size, self._config, done)
         most = self.max_physical_batch_size or size
         batches = training.logical_batches(sampling, size, most)
         criterion = training.make_private(

@@ -152,6 +152,7 @@ def _check_optimizer(
             remedy="Take an optimizer that needs one gradient a step: SGD, Adam, ...",
         )
     held = {p for group in given.param_groups for p in group["params"]}
+    _check_is_of_model(given, held, module)
     named = module.named_parameters()
     left = [name for name, p in named if p.requires_grad and p not in held]
     if left and held:
@@ -171,6 +172,27 @@ def _check_optimizer(
             "The model was made private before, by another PrivacyEngine: each counts "
             "its own steps, and the budgets add up. Use one engine for all of it.",
         )
+
+
+def _check_is_of_model(
+    optimizer: torch.optim.Optimizer, held: Set[torch.Tensor], module: nn.Module
+) -> None:
+    """Refuses an optimizer that was made before the model had its parameters."""
+    others = len(held - set(module.parameters()))
+    if not others:
+        return
+    kind = type(optimizer)
+    public = getattr(torch.optim, kind.__name__, None) is kind
+    rate = optimizer.defaults.get("lr")
+    raise Refused(
+        f"{others} of the {len(held)} parameters in the optimizer are not the model's: "
+        "it was made before the model was changed, as by ModuleValidator.fix, which "
+        "makes new layers.",
+        parameter="optimizer",
+        remedy="Make it anew: optimizer = "
+        f"{'torch.optim.' if public else ''}{kind.__name__}(model.parameters()"
+        f"{'' if rate is None else f', lr={float(rate):g}'}).",
+    )
 
 
 def _check_prepared(optimizer: Any) -> None:

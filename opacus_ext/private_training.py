@@ -5,6 +5,9 @@ The private part of a run whose loop belongs to another library. ``PrivateTraine
 
 from __future__ import annotations
 
+import copy
+import math
+import warnings
 from contextlib import contextmanager
 from typing import (
     Any,
@@ -19,6 +22,7 @@ from typing import (
 import torch
 import torch.distributed as dist
 from opacus import PrivacyEngine
+from opacus.accountants import create_accountant
 from opacus.accountants.accountant import IAccountant
 from opacus.distributed import DifferentiallyPrivateDistributedDataParallel as DPDDP
 from torch import nn
@@ -34,6 +38,7 @@ from opacus_ext.ledger import ledger_of
 from opacus_ext.misuse import check_number
 from opacus_ext.optimizers.optimizer import ClippingOptimizer
 from opacus_ext.refused import Refused
+from opacus_ext.secure import SecureSource
 
 
 def check_budget(
@@ -56,6 +61,18 @@ def check_budget(
         check_number("noise_multiplier", noise_multiplier, zero=True)
 
 
+def check_random(secure_mode: bool, **fixed: Any) -> None:
+    """Refuses secure mode together with arguments that fix random numbers."""
+    for name, value in fixed.items():
+        if secure_mode and not (value is None or value is False):
+            raise Refused(
+                f"secure_mode=True takes random numbers from the operating system, "
+                f"which {name}={value!r} can't fix.",
+                parameter=name,
+                remedy=f"Leave {name} out, or secure_mode.",
+            )
+
+
 class Same:
     """Compares a value that a run depends on by identity."""
 
@@ -69,6 +86,8 @@ class Same:
         return f"{type(self.value).__name__} at {id(self.value):#x}"
 
 
+#: Where a run that goes on has others of these, its noise is chosen anew.
+_PLAN = "target_epsilon", "max_steps"
 #: What the privacy of a run depends on: values by their owner and name.
 Basis = Dict[Tuple[str, str], Any]
 
@@ -92,7 +111,7 @@ class PrivateTraining:
         engine: counts the steps
         hooks: what ``make_private`` has attached to the model; None outside of a run
         optimizer: Opacus's
-        noise: random numbers of the noise
+        noise: random numbers of the noise; None in secure mode
         seed: of noise and draws
         draw: number of the next logical batch
         saved: the state of the checkpoint that the run goes on from, if there is one
@@ -114,9 +133,14 @@ class PrivateTraining:
         target_delta: float,
         target_epsilon: Optional[float],
         noise_multiplier: Optional[float],
+        secure_mode: bool = False,
     ):
         check_budget(target_delta, target_epsilon, noise_multiplier)
-        self.engine, self._taken = PrivacyEngine(accountant=accountant), _Taken()
+        with warnings.catch_warnings():
+            # Of a secure mode that the user can't ask Opacus for here.
+            warnings.filterwarnings("ignore", message="Secure RNG turned off")
+            self.engine = PrivacyEngine(accountant=accountant, secure_mode=secure_mode)
+        self._taken = _Taken()
         ledger_of(self.engine).repeats = True  # draws have numbers, and noise keys
         self.target_delta, self.target_epsilon = target_delta, target_epsilon
         self.noise_multiplier = noise_multiplier
@@ -139,7 +163,7 @@ class PrivateTraining:
         self, sampling: Sampling, records: int, physical_batch_size: int, items: int = 1
     ) -> LogicalBatches:
         """Returns what draws the logical batches of the run."""
-        generator = torch.Generator()
+        generator = SecureSource() if self.engine.secure_mode else torch.Generator()
         self.sampler = Draws(sampling, records, generator)
         order: Dict[str, Any] = {"items": items, "seed": self.seed}
         order.update(process=self.process, start=lambda: self.draw)
@@ -162,11 +186,12 @@ class PrivateTraining:
         ``PrivacyEngine.make_private(**kwargs)``. ``loader`` has the records, and the
         workers that draw ahead. Returns the criterion, if the mode has one.
         """
-        if self.noise is None:
+        if self.noise is None and not self.engine.secure_mode:
             self.noise = torch.Generator(device)
             self.noise.manual_seed(derive_seed(self.seed, "noise"))
         if self.saved is not None:
-            self.noise.seed()
+            if self.noise is not None:
+                self.noise.seed()
             self.engine.accountant.load_state_dict(self.saved["accountant"])
             spent = self.engine.accountant.history
             ledger_of(self.engine).go_on(spent)
@@ -260,40 +285,73 @@ class PrivateTraining:
                 )
 
     def choose_noise(
-        self, sampling: Sampling, records: int, steps: Callable[[], Any]
+        self, sampling: Sampling, records: int, config: Mapping[str, Any], done: int
     ) -> float:
-        """Returns the noise multiplier of the run, which has so many steps."""
-        if self.saved is not None:
-            return self.saved["noise_multiplier"]
+        """
+        Returns the noise multiplier of a run with these settings.
+
+        Args:
+            config: as of :meth:`state_dict`; with a target, "max_steps" is in it
+            done: how many of these steps the checkpoint has that the run goes on from
+        """
         if self.noise_multiplier is not None:
             return self.noise_multiplier
-        epsilon, accountant = self.target_epsilon, self.engine.accountant
-        assert epsilon is not None  # one of the two was given
+        if self.saved is not None and not self.plans(self.saved, config, done):
+            return self.saved["noise_multiplier"]
+        assert self.target_epsilon is not None  # one of the two was given
         sampling.check(records)
-        # The noise was chosen to leave less than this.
-        if len(accountant) and self.get_epsilon() > epsilon - 0.01:
-            raise Refused(
-                f"target_epsilon={epsilon} is spent by training before "
-                f"({self.get_epsilon():.2f}).",
-                parameter="target_epsilon",
-                remedy="Begin anew with a budget for what is to come: budgets of the "
-                "same records add up.",
-            )
-        count = steps()
 
         def record(trial: IAccountant, noise_multiplier: float) -> None:
-            sampling.account(trial, records, noise_multiplier, count)
+            steps = config["max_steps"] - done
+            sampling.account(trial, records, noise_multiplier, steps)
 
-        return noise_left(accountant, epsilon, self.target_delta, record=record)
+        spent, epsilon = self._spent(self.saved), self.target_epsilon
+        return noise_left(spent, epsilon, self.target_delta, record=record)
+
+    def plans(
+        self, saved: Mapping[str, Any], config: Mapping[str, Any], done: int
+    ) -> bool:
+        """Returns True if a run that goes on chooses its noise anew."""
+        if self.target_epsilon is None or config["max_steps"] <= done:
+            return False
+        return any(saved["config"].get(name) != config[name] for name in _PLAN)
+
+    def _spent(self, saved: Optional[Mapping[str, Any]]) -> IAccountant:
+        """Returns an accountant with the steps before the run."""
+        if saved is None:
+            return self.engine.accountant
+        state = copy.deepcopy(saved["accountant"])
+        accountant = create_accountant(state["mechanism"])
+        accountant.load_state_dict(state)
+        return accountant
+
+    def refuse_spent(self, saved: Optional[Mapping[str, Any]], setting: str) -> None:
+        """Refuses a run for which nothing is left; ``setting`` says how long it is."""
+        accountant, epsilon = self._spent(saved), self.target_epsilon
+        if epsilon is None or not len(accountant):
+            return
+        spent = self.get_epsilon()
+        if saved is not None:
+            spent = float(accountant.get_epsilon(self.target_delta))
+        # The noise was chosen to leave less than this.
+        if spent > epsilon - 0.01:
+            steps = sum(steps for *_, steps in accountant.history)
+            raise Refused(
+                f"target_epsilon={epsilon} is spent: the {steps} steps so far have "
+                f"spent {spent:.2f}.",
+                parameter="target_epsilon",
+                remedy=f"For more {setting} give a larger one, such as target_epsilon="
+                f"{math.ceil(1.5 * spent)}: it is for all steps on these records, from "
+                "the first on.",
+            )
 
     def state_dict(self, config: Dict[str, Any]) -> Dict[str, Any]:
         """Returns what a run with these settings goes on from."""
-        assert self.noise is not None
         return {
             "config": config,
             "accountant": self.engine.accountant.state_dict(),
             "noise_multiplier": self.optimizer.noise_multiplier,
-            "noise": self.noise.get_state(),
+            "noise": None if self.noise is None else self.noise.get_state(),
             "seed": self.seed,
             "draw": self.draw,
         }
@@ -301,11 +359,14 @@ class PrivateTraining:
     def refuse_others(
         self, saved: Mapping[str, Any], config: Dict[str, Any], path: Any, name: str
     ) -> None:
-        """Refuses the state of a run with other settings, given as ``name``."""
-        before = saved["config"]
+        """
+        Refuses the state of a run with other settings, given as ``name``. A target and
+        steps may be others.
+        """
+        before = {"secure_mode": False, **saved["config"]}  # older ones don't say
         changed = "; ".join(
             f"{key}: {before.get(key)!r} there, {config.get(key)!r} here"
-            for key in sorted(before.keys() | config.keys())
+            for key in sorted((before.keys() | config.keys()) - {*_PLAN})
             if before.get(key) != config.get(key)
         )
         if changed:

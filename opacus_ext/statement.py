@@ -170,7 +170,7 @@ def _run_of_trainer(
         "sampling": {
             "scheme": "poisson" if config.get("poisson_sampling", True) else "none"
         },
-        "secure_mode": False,
+        "secure_mode": config.get("secure_mode", False),
     }
 
 

@@ -144,12 +144,6 @@ GAPS = (
         "Leave noise out, or write the training loop yourself, with make_private.",
     ),
     Gap(
-        {"front_end": _TRAINERS, "noise": ("secure",)},
-        "secure_mode",
-        "Trainers have no secure mode: their checkpoints hold the state of the noise.",
-        "Write the training loop yourself, with make_private.",
-    ),
-    Gap(
         {"model": ("fully_shard",), "noise": ("banded",)},
         "noise",
         "Correlated noise is not drawn for models sharded by fully_shard.",

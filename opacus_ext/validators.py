@@ -7,7 +7,7 @@ of a shared layer. Here they are found, and replaced as Opacus replaces a BatchN
 
 from __future__ import annotations
 
-from typing import Any, Dict, Iterator, List, Optional, Tuple, Type
+from typing import Any, Dict, Iterator, List, NamedTuple, Optional, Tuple, Type
 
 import torch
 from opacus.utils.module_utils import clone_module, trainable_modules
@@ -27,6 +27,26 @@ TRAINED_AS_IS = (nn.LSTM, nn.GRU, nn.MultiheadAttention)
 # Opacus's own entries in its tables, which this file handles; a user's entries stay.
 _OF_OPACUS = [f for m in (batch_norm, instance_norm) for f in (m.validate, m.fix)]
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
+_FIX = (
+    "Before the optimizer is made: model = opacus.validators.ModuleValidator.fix(model)"
+)
+_TRACKS = f"keeps running statistics of the data, without noise. {_FIX}."
+_MIXES = "normalizes over the batch, so samples change each other's outputs."
+_KEEP = "call eval() on it, to keep its statistics."
+_REPLACE = f"{_FIX}, which has GroupNorm instead. Or {_KEEP}"
+_REGISTER = (
+    "ModuleValidator.fix can't replace it: it is lazy, or has a forward of its own. "
+    "Register what replaces it with opacus.validators.register_module_fixer, or "
+    f"{_KEEP}"
+)
+
+
+class _Complaint(NamedTuple):
+    """What is wrong with all layers of a class."""
+
+    error: Type[UnsupportedModuleError]
+    kind: str
+    text: str
 
 
 def _layers(module: nn.Module) -> Iterator[Tuple[str, nn.Module]]:
@@ -60,27 +80,25 @@ def _parts(layer: Any) -> Optional[List[nn.Module]]:
     return None
 
 
-def _error(name: str, layer: nn.Module) -> Optional[UnsupportedModuleError]:
-    """Makes the error for a norm that mixes samples, or keeps data in buffers."""
-    where = f"{name or 'the model'} ({type(layer).__name__})"
+def _complaint(layer: nn.Module) -> Optional[_Complaint]:
+    """Says what is wrong with a norm that mixes samples, or keeps data in buffers."""
+    kind = type(layer).__name__
     if isinstance(layer, _InstanceNorm) and layer.track_running_stats:
-        return IllegalModuleConfigurationError(
-            f"{where} keeps running stats of the data, without noise. Use "
-            "ModuleValidator.fix(model) before make_private, or "
-            "track_running_stats=False."
-        )
+        return _Complaint(IllegalModuleConfigurationError, kind, _TRACKS)
     if not isinstance(layer, _BatchNorm):
         return None
     if not layer.training and layer.running_mean is not None:
         return None
-    return ShouldReplaceModuleError(
-        f"{where} normalizes over the batch, so that a sample's output depends on the "
-        "other samples. Use opacus.validators.ModuleValidator.fix(model) before "
-        "make_private, which puts GroupNorm in its place. If it can't (the layer is "
-        "lazy, or has a forward of its own), register what replaces it with opacus."
-        "validators.register_module_fixer. Or call eval() on this layer: it trains "
-        "with the statistics that it has."
-    )
+    remedy = _REPLACE if _parts(layer) is not None else _REGISTER
+    return _Complaint(ShouldReplaceModuleError, kind, f"{_MIXES} {remedy}")
+
+
+def _described(complaint: _Complaint, names: List[str]) -> UnsupportedModuleError:
+    """Makes the error for all layers of one class."""
+    layers = names[0] or "the model"
+    if names[1:]:
+        layers += f" and {len(names) - 1} more"
+    return complaint.error(f"{complaint.kind} ({layers}) {complaint.text}")
 
 
 def _fixed(layer: nn.Module, **kwargs: Any) -> nn.Module:
@@ -110,18 +128,25 @@ def _fixed(layer: nn.Module, **kwargs: Any) -> nn.Module:
 def validate(
     cls: Type[ModuleValidator], module: nn.Module, *, strict: bool = False
 ) -> List[UnsupportedModuleError]:
-    """``ModuleValidator.validate``, with the errors of this file."""
+    """
+    ``ModuleValidator.validate``, with the errors of this file: one for all layers of a
+    class.
+    """
     errors: List[UnsupportedModuleError] = []
     if not module.training:
         errors.append(
             IllegalModuleConfigurationError("Model needs to be in training mode")
         )
+    names: Dict[_Complaint, List[str]] = {}
     for name, layer in reversed(list(_layers(module))):
         check = _of_user(layer, ModuleValidator.VALIDATORS)
-        found = [_error(name, layer)] if check is None else check(layer)
-        errors += [error for error in found if error is not None]
+        if check is not None:
+            errors += check(layer)
+        elif (complaint := _complaint(layer)) is not None:
+            names.setdefault(complaint, []).append(name)
+    errors += [_described(complaint, names[complaint]) for complaint in names]
     if strict and errors:
-        raise UnsupportedModuleError(errors)
+        raise UnsupportedModuleError("\n".join(map(str, errors)))
     return errors
 
 

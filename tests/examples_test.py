@@ -85,6 +85,9 @@ def test_page_links_the_files(name):
 def test_it_runs(name, kind, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     importlib.import_module(f"examples.{name}.{kind}").main([])
+    ignored = (ROOT / ".gitignore").read_text(encoding="utf-8").splitlines()
+    written = {f"/{path.name}/" for path in tmp_path.iterdir()}
+    assert written <= {*ignored}, "a clone would have files that git does not ignore"
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from opacus_ext import Refused
 from opacus_ext.optimizers import Banded
+from opacus_ext.statement import read_statement
 
 from .common import assert_same
 from .training import distance, drawn, train_alone, weights
@@ -228,6 +229,27 @@ def test_checkpoints_of_other_runs_are_refused(tmp_path):
         second = trainer(privacy("hooks", **changed), max_steps=2)
         with pytest.raises(Refused, match=words):
             second.fit(Classifier(), loader(), ckpt_path=path)
+
+
+def test_a_run_that_goes_on_with_another_plan(tmp_path):
+    """In secure mode, too; a budget that is spent is told."""
+    path, secure = tmp_path / "a.ckpt", {"secure_mode": True, "seed": None}
+
+    def fit(epsilon, steps, path=None):
+        callback = privacy("ghost_bk", target_epsilon=epsilon, **secure)
+        lightning = trainer(callback, max_steps=steps)
+        lightning.fit(Classifier(), loader(), ckpt_path=path)
+        return lightning, callback
+
+    fit(3.0, 4)[0].save_checkpoint(path)
+    with pytest.raises(Refused, match="4 steps so far have spent .*max_epochs"):
+        fit(3.0, 6, path)
+    for epsilon, steps in ((3.0, 4), (4.0, 6)):
+        lightning, callback = fit(epsilon, steps, path)
+        assert epsilon - 0.01 <= callback.get_epsilon() <= epsilon
+    assert [steps for *_, steps in callback.engine.accountant.history] == [4, 2]
+    lightning.save_checkpoint(path)
+    assert "cryptographically secure" in str(read_statement(path, 1e-3))
 
 
 def test_what_is_around_training():

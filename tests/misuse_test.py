@@ -173,7 +173,10 @@ ARGUMENTS = {
         {"module": nn.DataParallel(net())},
         "DataParallel.*one process for each",
     ),
-    "layer replaced": (replaced(), "different than optimizer Parameters"),
+    "layer replaced": (
+        replaced(),
+        r"2 of the 4.*= torch.optim.SGD\(model.parameters\(\), lr=0.1\)",
+    ),
     "frozen": ({"module": net().requires_grad_(False)}, "no trainable parameter"),
     "evaluation mode": ({"module": net().eval()}, "training mode"),
     "stream": ({"data_loader": DataLoader(Stream(), SIZE)}, "Stream.*no length"),

@@ -3,6 +3,7 @@
 import importlib
 import inspect
 import re
+import runpy
 from pathlib import Path
 
 import pytest
@@ -48,6 +49,13 @@ def test_public_names_have_docstrings(name):
                 things[f"{public}.{method}"] = getattr(thing, method)
     assert module.__doc__
     assert [x for x, thing in things.items() if not is_documented(thing)] == []
+
+
+def test_the_page_of_defaults_is_that_of_the_signatures():
+    pytest.importorskip("lightning")
+    made = runpy.run_path(str(ROOT / "docs" / "defaults.py"))["page"]()
+    page = (ROOT / "docs" / "reference" / "defaults.md").read_text(encoding="utf-8")
+    assert page == made, "run python docs/defaults.py > docs/reference/defaults.md"
 
 
 def test_what_the_top_level_has():

@@ -130,9 +130,11 @@ def test_every_run_of_an_engine(engine, model):
 
 @pytest.mark.parametrize("model", CHOICES["model"])
 def test_every_run_of_private_trainer(model, tmp_path):
-    """With independent noise, for which alone it has arguments."""
+    """It has no argument for correlated noise."""
     quiet = dict(save_strategy="no", report_to=[])
-    for run in every_run(front_end="PrivateTrainer", model=model, noise="independent"):
+    for run in every_run(front_end="PrivateTrainer", model=model):
+        if run.noise == "banded":
+            continue
 
         def make():
             privacy = PrivacyArguments(
@@ -140,6 +142,7 @@ def test_every_run_of_private_trainer(model, tmp_path):
                 noise_multiplier=1.0,
                 grad_sample_mode=run.mode,
                 clipping=run.clipping,
+                secure_mode=run.noise == "secure",
             )
             args = TrainingArguments(os.fspath(tmp_path), **quiet)
             data = [{"x": torch.full((3,), i)} for i in range(4)]

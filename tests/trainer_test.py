@@ -24,6 +24,7 @@ from opacus_ext.data.logical import derive_seed
 from opacus_ext.grad_sample.adapter.model import PrivateModel
 from opacus_ext.losses import RecordModel, cross_entropy
 from opacus_ext.refused import Refused
+from opacus_ext.statement import read_statement
 from opacus_ext.trainer import PRIVACY_STATE, PrivacyArguments, PrivateTrainer
 
 from . import tiny
@@ -240,16 +241,18 @@ def test_target_epsilon_is_kept_and_logged(tmp_path):
             control.should_training_stop |= stopped
 
     given = {**SAVING, "logging_steps": 3, "max_steps": 6, "callbacks": [Stop()]}
-    privacy = private(**BUDGET, log_loss=False)
+    privacy = private(**BUDGET, log_loss=False, log_draws=True)
     run = trainer(tmp_path, privacy=privacy, **given)
     run.train()
-    with pytest.raises(Refused, match="max_steps: 6 there, 5 here"):
-        trainer(tmp_path, privacy=privacy, max_steps=5).train(True)
     output = run.train()
     (first, _, steps), (second, _, more) = history(run)
     assert steps == 2 and more == 6 and second > first
     begin, *rest, end = run.state.log_history
     assert begin["noise_multiplier"] == second and begin["sample_rate"] == 6 / N
+    assert begin["max_steps"] == 6 and begin["epsilon"] > 0 and not begin["secure_mode"]
+    sizes = [len(drawn(run._training.seed, step, N, 6)) for step in range(6)]
+    means = [sum(sizes[:3]) / 3, sum(sizes[3:]) / 3]
+    assert [entry["drawn"] for entry in rest] == pytest.approx(means)
     assert begin["expected_batch_size"] == 6 and len(run.get_train_dataloader()) == 14
     assert [entry["step"] for entry in rest] == [3, 6] and run.steps_per_epoch == 7
     assert rest[0]["epsilon"] < rest[1]["epsilon"] <= 4.0
@@ -261,9 +264,98 @@ def test_target_epsilon_is_kept_and_logged(tmp_path):
         run.train()
 
 
+MORE = {
+    "more steps and a larger target": (5.0, 6, 2),
+    "after the last step": (6.0, 8, 4),
+    "no steps left": (6.0, 4, 4),
+}
+
+
+@pytest.mark.parametrize("name", MORE)
+def test_a_run_that_goes_on_with_another_plan(name, tmp_path):
+    """The noise of the rest is chosen for what is left, and both are accounted for."""
+    epsilon, steps, done = MORE[name]
+    first = trainer(tmp_path, privacy=private(**BUDGET), **SAVING)
+    first.train()
+    before = history(first)[0][0]
+    budget = private(**{**BUDGET, "target_epsilon": epsilon})
+    run = trainer(tmp_path, privacy=budget, **{**SAVING, "max_steps": steps})
+    run.train(str(tmp_path / f"checkpoint-{done}"))
+    if steps == done:
+        assert history(run) == [(before, 6 / N, done)]
+        return
+    phases = [(before, 6 / N, done), (history(run)[1][0], 6 / N, steps - done)]
+    assert history(run) == phases and epsilon - 0.01 <= run.get_epsilon() <= epsilon
+    assert "noise_multiplier" in run.state.log_history[-3]
+    # And once more, from a checkpoint of two phases that is complete.
+    again = trainer(tmp_path, privacy=budget, **{**SAVING, "max_steps": steps})
+    again.train(str(tmp_path / f"checkpoint-{steps}"))
+    assert history(again) == phases
+
+
+def test_a_budget_that_is_spent_is_told_before_weights_are_loaded(tmp_path):
+    trainer(tmp_path, privacy=private(**BUDGET), **SAVING).train()
+    run = trainer(tmp_path, privacy=private(**BUDGET), **{**SAVING, "max_steps": 9})
+    before = weights(run.model)
+    words = r"4 steps so far have spent 3\.99.*num_train_epochs.*target_epsilon=6"
+    with pytest.raises(Refused, match=words):
+        run.train(True)
+    assert distance(before, weights(run.model)) == 0 and history(run) == []
+
+
+SECURE = {"privacy_seed": None, "repeat_noise": False, "secure_mode": True}
+
+
+@pytest.mark.parametrize("mode", ["hooks", "auto"])
+def test_secure_mode(mode, tmp_path, recwarn):
+    """No seed fixes the noise, and a checkpoint has nothing to draw it from."""
+    privacy = private(**SECURE, grad_sample_mode=mode, monitor="private")
+    runs = [trainer(tmp_path / i, privacy=privacy, **SAVING) for i in "ab"]
+    for run in runs:
+        with unittest.mock.patch("secrets.randbits", return_value=0):
+            run.train()
+        assert not any("Secure RNG" in str(each.message) for each in recwarn)
+    assert distance(*(weights(run.model) for run in runs)) > 1e-2
+    folder = tmp_path / "a" / "checkpoint-2"
+    saved = torch.load(folder / PRIVACY_STATE, weights_only=True)
+    assert saved["noise"] is None and saved["config"]["secure_mode"]
+    other = trainer(tmp_path, privacy=privacy, **SAVING)
+    other.train(str(folder))
+    assert history(other) == [(1.0, 6 / N, 4)]
+    for statement in (
+        read_statement(folder, 1e-3),
+        other.engine.privacy_statement(1e-3),
+    ):
+        assert "cryptographically secure" in str(statement)
+    with pytest.raises(Refused, match="secure_mode: True there, False here"):
+        trainer(tmp_path).train(str(folder))
+
+
+@pytest.mark.parametrize("secure", [False, True])
+def test_no_seed_fixes_the_draws_of_secure_mode(secure, tmp_path):
+    """Without noise runs of one seed are equal, but for their draws."""
+    found = []
+    for _ in range(2):
+        privacy = private(**{**SECURE, "secure_mode": secure, "noise_multiplier": 0.0})
+        run = trainer(tmp_path, privacy=privacy, max_steps=2)
+        with unittest.mock.patch("secrets.randbits", return_value=0):
+            run.train()
+        found.append(weights(run.model))
+    assert (distance(*found) > 1e-4) is secure
+
+
+def test_a_model_of_several_processes_has_no_secure_mode(tmp_path, monkeypatch):
+    several = property(lambda self: 2)
+    monkeypatch.setattr(transformers.TrainingArguments, "world_size", several)
+    with pytest.raises(Refused, match="several processes has no secure mode"):
+        trainer(tmp_path, privacy=private(**SECURE))
+
+
 @pytest.mark.parametrize(
     "kwargs, message",
     [
+        ({**SECURE, "privacy_seed": 3}, "privacy_seed=3 can't fix"),
+        ({**SECURE, "repeat_noise": True}, "repeat_noise=True can't fix"),
         ({"target_delta": None}, "target_delta must be a number"),
         ({"target_epsilon": 1.0}, "either target_epsilon or noise_multiplier"),
         ({**BUDGET, "target_epsilon": 0.0}, "target_epsilon must be .*above zero"),
@@ -292,6 +384,35 @@ def test_privacy_arguments_from_a_command_line():
     chosen |= {"privacy_seed": 3, "log_loss": False}
     assert parsed == PrivacyArguments(1e-5, 8.0, **chosen)
     assert args.seed == 7 and args.max_grad_norm == 1.0
+
+
+class Images(nn.Module):
+    """A backbone with BatchNorm, and a head."""
+
+    def __init__(self):
+        super().__init__()
+        self.backbone = nn.Sequential(nn.Conv1d(1, 2, 3), nn.BatchNorm1d(2))
+        self.head = nn.Linear(2, 2)
+        self.dropout = nn.Dropout(0.5)
+
+    def forward(self, x, labels):
+        logits = self.head(self.dropout(self.backbone(x).mean(2)))
+        return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+def test_batch_norm_keeps_its_statistics(frozen, tmp_path):
+    """If it is in evaluation mode as training begins; everything else trains."""
+    model = Images()
+    model.backbone.requires_grad_(not frozen)
+    data = [{"x": torch.randn(1, 5), "labels": i % 2} for i in range(N)]
+    with pytest.raises(Exception, match="BatchNorm1d"):
+        trainer(tmp_path, model, data).train()
+    run = trainer(tmp_path, model.eval(), data)
+    means, before = model.backbone[1].running_mean.clone(), weights(model)
+    run.train()
+    assert torch.equal(means, model.backbone[1].running_mean)
+    assert model.dropout.training and distance(before, weights(model)) > 1e-3
 
 
 # -- what is refused ---------------------------------------------------------------

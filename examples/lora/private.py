@@ -24,7 +24,7 @@ def main(argv: Optional[List[str]] = None) -> None:
     parser.add_argument("--epochs", type=int, default=2)
     options = parser.parse_args(argv)
 
-    path = options.model or tiny.pretrained("tiny-llama")
+    path = options.model or tiny.pretrained("runs/tiny-llama")
     tokenizer = AutoTokenizer.from_pretrained(path)
     model = AutoModelForCausalLM.from_pretrained(path)
     peft_config = LoraConfig(
@@ -46,7 +46,7 @@ def main(argv: Optional[List[str]] = None) -> None:
     trainer = PrivateTrainer(
         model=model,
         args=TrainingArguments(
-            output_dir="lora-out",
+            output_dir="runs/lora",
             learning_rate=1e-2,
             per_device_train_batch_size=16,
             gradient_accumulation_steps=4,
@@ -59,7 +59,7 @@ def main(argv: Optional[List[str]] = None) -> None:
         data_collator=DataCollatorForLanguageModeling(tokenizer, mlm=False),
     )
     trainer.train()
-    model.save_pretrained("lora-out/adapter")
+    model.save_pretrained("runs/lora/adapter")
 
 
 if __name__ == "__main__":

@@ -28,9 +28,9 @@ def main(argv: Optional[List[str]] = None) -> None:
     else:
         data = Dataset.from_list(tiny.questions(200))
     trainer = PrivateSFTTrainer(
-        model=options.model or tiny.pretrained("tiny-llama"),
+        model=options.model or tiny.pretrained("runs/tiny-llama"),
         args=SFTConfig(
-            output_dir="sft-out",
+            output_dir="runs/sft",
             learning_rate=2e-3,
             per_device_train_batch_size=16,
             gradient_accumulation_steps=4,

@@ -52,7 +52,7 @@ def main(argv: Optional[List[str]] = None) -> None:
     script, args, privacy = HfArgumentParser(
         (ScriptArguments, TrainingArguments, PrivacyArguments)
     ).parse_args_into_dataclasses(argv or DEFAULT)
-    path = script.model_name_or_path or tiny.pretrained("tiny-bert", "bert")
+    path = script.model_name_or_path or tiny.pretrained("runs/tiny-bert", "bert")
     tokenizer = AutoTokenizer.from_pretrained(path)
     model = AutoModelForSequenceClassification.from_pretrained(path, num_labels=2)
 

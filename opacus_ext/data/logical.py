@@ -48,7 +48,8 @@ class LogicalBatches(Sampler):
 
     The batches are numbered over all epochs, and a draw depends on nothing but the seed
     and its number. So no batch is drawn twice, even if an epoch ends early, and a run
-    that was stopped goes on with the batches that it would have had.
+    that was stopped goes on with the batches that it would have had. In secure mode no
+    seed fixes them, and it goes on with new ones.
 
     Args:
         draws: gives the record numbers of each logical batch
@@ -67,7 +68,7 @@ class LogicalBatches(Sampler):
     def __init__(
         self,
         draws: Any,
-        generator: torch.Generator,
+        generator: Any,
         physical_batch_size: int,
         *,
         items: int,
@@ -86,7 +87,8 @@ class LogicalBatches(Sampler):
     def __iter__(self) -> Iterator[_Item]:
         draws, start = iter(self.draws), self.start()
         for draw in range(start, start + len(self.draws)):
-            self.generator.manual_seed(derive_seed(self.seed, "draw", draw))
+            if isinstance(self.generator, torch.Generator):  # not of secure mode
+                self.generator.manual_seed(derive_seed(self.seed, "draw", draw))
             drawn = np.array(next(draws), int)
             rank, processes = self.process
             most = math.ceil(len(drawn) / processes)

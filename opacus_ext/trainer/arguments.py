@@ -6,8 +6,9 @@ from dataclasses import dataclass, field
 from typing import Any, List, Optional
 
 from opacus_ext.clipping import CLIPPINGS
+from opacus_ext.engine import INDEPENDENT
 from opacus_ext.misuse import check_number
-from opacus_ext.private_training import check_budget
+from opacus_ext.private_training import check_budget, check_random
 from opacus_ext.refused import Refused
 from opacus_ext.registry import MODES
 from opacus_ext.supported import Run, refuse
@@ -38,6 +39,9 @@ class PrivacyArguments:
             record
         accountant: "prv_bounds", "prv" or "rdp" ("gdp" of Opacus can report too little)
         log_loss: logs the training loss, which is not private
+        log_draws: logs how many records a step drew, as "drawn", the mean since the log
+            before. It is not private: it tells of the number of records, which epsilon
+            does not cover
         monitor: "private" logs clipping and gradient norms by
             :class:`opacus_ext.monitor.Monitor`, within the same epsilon; "off" logs
             none
@@ -47,6 +51,8 @@ class PrivacyArguments:
             would have had without the interruption. Two runs from one checkpoint then
             have the same noise, so that their difference has none, and no epsilon
             covers that
+        secure_mode: draws noise and batches by random numbers of the operating system,
+            and noise without the traces of floating-point numbers; in one process
 
     Raises:
         Refused: for arguments that do not fit
@@ -70,9 +76,11 @@ class PrivacyArguments:
     )
     accountant: str = _field("prv", "prv_bounds, prv or rdp")
     log_loss: bool = _field(True, "log the training loss, which is not private")
+    log_draws: bool = _field(False, "log how many records were drawn, not private")
     monitor: str = _field("off", "log clipping and norms: private or off")
     privacy_seed: Optional[int] = _field(None, "of noise and batches, for tests")
     repeat_noise: bool = _field(False, "of a run that goes on from a checkpoint")
+    secure_mode: bool = _field(False, "random numbers of the operating system")
 
     def __post_init__(self) -> None:
         bound: Any = self.per_sample_max_grad_norm
@@ -81,7 +89,10 @@ class PrivacyArguments:
         for each in bound if isinstance(bound, (list, tuple)) else [bound]:
             check_number("per_sample_max_grad_norm", each)
         mode, clipping = self.grad_sample_mode, self.clipping
-        refuse(Run("PrivateTrainer", mode=mode, clipping=clipping))
+        noise = "secure" if self.secure_mode else INDEPENDENT
+        refuse(Run("PrivateTrainer", mode=mode, clipping=clipping, noise=noise))
+        fixed = {"privacy_seed": self.privacy_seed, "repeat_noise": self.repeat_noise}
+        check_random(self.secure_mode, **fixed)
         check_budget(self.target_delta, self.target_epsilon, self.noise_multiplier)
         for name, choices in (
             ("clipping", CLIPPINGS),

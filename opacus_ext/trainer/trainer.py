@@ -29,12 +29,18 @@ from opacus_ext.data.logical import (
     logical_loader,
 )
 from opacus_ext.data.sampling import Poisson
+from opacus_ext.engine import INDEPENDENT
 from opacus_ext.grad_sample.adapter.settings import settings_of
 from opacus_ext.grad_sample.core.groups import Samples, samples_of
 from opacus_ext.losses import RecordModel, sample_loss
 from opacus_ext.misuse import check_delta, check_size
 from opacus_ext.monitor import Monitor
-from opacus_ext.private_torch import tree_flatten, tree_map, tree_unflatten
+from opacus_ext.private_torch import (
+    _BatchNorm,
+    tree_flatten,
+    tree_map,
+    tree_unflatten,
+)
 from opacus_ext.private_training import Basis, PrivateTraining, Same
 from opacus_ext.refused import Refused
 from opacus_ext.supported import Run, kind_of, refuse
@@ -55,14 +61,20 @@ from opacus_ext.trainer.sharded import (
     whole,
 )
 
+_LOGGED = "log_loss", "log_draws"  # arguments that a run's privacy does not depend on
 # Trainers whose loss is the model's own; TRL is not imported.
 _STOCK = "transformers.trainer.Trainer", "trl.trainer.sft_trainer.SFTTrainer"
 
 
-def _refuse_model(model: nn.Module, privacy: PrivacyArguments) -> None:
+def _refuse_model(
+    model: nn.Module, privacy: PrivacyArguments, processes: int = 1
+) -> None:
     """Refuses a model that is not trained with these arguments."""
+    kind, noise = kind_of(model), "secure" if privacy.secure_mode else INDEPENDENT
+    if processes > 1 and kind == "one process":
+        kind = "DistributedDataParallel"
     mode, clipping = privacy.grad_sample_mode, privacy.clipping
-    run = Run("PrivateTrainer", kind_of(model), mode, clipping)
+    run = Run("PrivateTrainer", kind, mode, clipping, noise)
     refuse(run, type(model).__name__)
 
 
@@ -78,6 +90,8 @@ class _NoiseLog(TrainerCallback):
                 "noise_multiplier": optimizer.noise_multiplier,
                 "sample_rate": trainer.sampling.rate(len(trainer.train_dataset)),
                 "expected_batch_size": trainer.sampling.expected_batch_size,
+                "max_steps": trainer.state.max_steps,
+                "secure_mode": trainer.privacy.secure_mode,
             }
         )
 
@@ -148,6 +162,7 @@ class PrivateTrainer(Trainer):
     """
 
     model: Any
+    optimizer: Any
     _adopted: Any = None  # the sharded model that accelerate takes as it is
 
     def __init_subclass__(cls, **kwargs: Any):
@@ -186,11 +201,14 @@ class PrivateTrainer(Trainer):
             privacy.target_delta,
             privacy.target_epsilon,
             privacy.noise_multiplier,
+            privacy.secure_mode,
         )
         self._training.process = self.args.process_index, self.args.world_size
         self.engine = self._training.engine
         self._monitor: Optional[Monitor] = None
         self._runs = 0
+        self._evaluated: List[nn.Module] = []  # BatchNorm that keeps its statistics
+        self._drawn: List[int] = []  # records of the steps since the last log
         self.add_callback(_NoiseLog(self))
         if self.train_dataset is not None:
             delta, data = privacy.target_delta, self.train_dataset
@@ -217,7 +235,7 @@ class PrivateTrainer(Trainer):
     def _shard(self) -> None:
         """Shards the model if ``fsdp`` says so, and prepares one that is sharded."""
         model = self.model
-        _refuse_model(model, self.privacy)
+        _refuse_model(model, self.privacy, self.args.world_size)
         precision = self.accelerator.mixed_precision
         if self.args.fsdp and not self._is_sharded:
             refuse_environment(self)
@@ -298,9 +316,12 @@ class PrivateTrainer(Trainer):
         self._training.refuse_changes()  # a callback's, of arguments
         if self._training.hooks is not None:
             self._training.optimizer.drop_logical_batch()  # one that was left, too
+        if self.state.global_step >= self.state.max_steps:
+            return [], 0  # Trainer takes one more step of a run that was complete
         items = list(islice(epoch_iterator, num_batches))
         if items:
             self._training.draw = items[-1][-1].draw + 1
+            self._drawn.append(items[-1][-1].drawn)
         # Trainer takes the mean of what processes log.
         return items, items[-1][-1].drawn / self.args.world_size if items else 0
 
@@ -319,8 +340,10 @@ class PrivateTrainer(Trainer):
     def _make_private(self, optimizer: torch.optim.Optimizer) -> None:
         privacy, training, sampling = self.privacy, self._training, self.sampling
         records = len(self.train_dataset)
-        noise = training.choose_noise(sampling, records, lambda: self.state.max_steps)
-        self.model.train()  # from_pretrained leaves it in evaluation mode
+        config = {**self._config, "max_steps": self.state.max_steps}
+        done = 0 if training.saved is None else training.saved["step"]
+        noise = training.choose_noise(sampling, records, config, done)
+        self._set_training(self.model)  # from_pretrained leaves it in evaluation mode
         training.make_private(
             self.model,
             optimizer,
@@ -347,7 +370,8 @@ class PrivateTrainer(Trainer):
         names += " max_steps seed"
         basis: Basis = {("args", name): getattr(args, name) for name in names.split()}
         privacy = asdict(self.privacy)
-        del privacy["log_loss"]
+        for name in _LOGGED:
+            del privacy[name]
         basis.update({("privacy", name): value for name, value in privacy.items()})
         optimizer = getattr(self.optimizer, "optimizer", self.optimizer)  # Accelerate's
         basis["trainer", "optimizer"] = Same(optimizer)
@@ -388,7 +412,7 @@ class PrivateTrainer(Trainer):
             training.hooks.private.settings = settings
         model = self.accelerator.unwrap_model(model)  # DDP would add gradients up
         model = getattr(model, "_orig_mod", model)  # compiled with its loss, if at all
-        model.train()
+        self._set_training(model)
         if batch.inputs is not None:  # without records the step is noise
             inputs = dict(self._prepare_inputs(batch.inputs))
             names = {*(self.privacy.shared or ())} & {*inputs}
@@ -407,6 +431,12 @@ class PrivateTrainer(Trainer):
         with self.compute_loss_context_manager():
             loss = partial(self._record_loss, model)
             return training.hooks.clip(training.optimizer, samples, loss).detach()
+
+    def _set_training(self, model: nn.Module) -> None:
+        """Sets training mode, but for BatchNorm that was in evaluation mode before."""
+        model.train()
+        for layer in self._evaluated:
+            layer.eval()
 
     def _samples(
         self, inputs: Dict[str, Any], records: int
@@ -474,26 +504,33 @@ class PrivateTrainer(Trainer):
         Args:
             resume_from_checkpoint: a folder, or True for the last one; the run goes on
                 with the same draws, and with noise drawn afresh (see
-                ``PrivacyArguments.repeat_noise``)
+                ``PrivacyArguments.repeat_noise``). With another ``target_epsilon``, or
+                other steps, the noise of what is left is chosen anew
             args, kwargs: of ``Trainer.train``
 
         Raises:
             Refused: if the checkpoint has no privacy state, or belongs to a run with
-                other settings; nothing has been changed then
+                other settings, or if nothing is left of ``target_epsilon``; nothing has
+                been changed then
         """
         path, training = resume_from_checkpoint, self._training
         if path is True:
             path = get_last_checkpoint(self.args.output_dir)
+        layers = [x for x in self.model.modules() if isinstance(x, _BatchNorm)]
+        self._evaluated = [layer for layer in layers if not layer.training]
         self._config = self._settings()
         saved = read_state(path) if path else None
         if saved is not None:
             name = "resume_from_checkpoint"
             training.refuse_others(saved, self._config, path, name)
+            if training.plans(saved, self._config, saved["step"]):
+                training.refuse_spent(saved, "steps (num_train_epochs or max_steps)")
             self._runs, training.seed = saved["runs"], saved["seed"]
             # Trainer skips those of the epoch that come before the checkpoint.
             skipped = saved["step"] % self.steps_per_epoch
             training.draw = saved["draw"] - skipped
         else:
+            training.refuse_spent(None, "steps (num_train_epochs or max_steps)")
             seed = self.privacy.privacy_seed
             seed = training.agreed(secrets.randbits(63) if seed is None else seed)
             training.seed = derive_seed(seed, self._runs)
@@ -510,7 +547,7 @@ class PrivateTrainer(Trainer):
     def _settings(self) -> Dict[str, Any]:
         """Returns the settings that must be the same in a run that goes on."""
         loader, config = self.get_train_dataloader(), asdict(self.privacy)
-        for name in ("privacy_seed", "log_loss", "repeat_noise"):
+        for name in ("privacy_seed", "repeat_noise", *_LOGGED):
             del config[name]
         config["records"] = len(self.train_dataset)
         config["logical_batch_size"] = self.logical_batch_size
@@ -585,10 +622,13 @@ class PrivateTrainer(Trainer):
 
     def log(self, logs: Dict[str, float], start_time: Optional[float] = None) -> None:
         """Logs like ``Trainer``, with epsilon and delta."""
-        if "loss" in logs or "train_runtime" in logs:
+        if {"loss", "train_runtime", "noise_multiplier"} & logs.keys():
             logs.update(epsilon=self.get_epsilon(), delta=self.privacy.target_delta)
             if self._training.hooks is not None and self._monitor is not None:
                 logs.update(self._monitor.read())
+            if self._drawn and self.privacy.log_draws:
+                logs["drawn"] = sum(self._drawn) / len(self._drawn)
+            self._drawn.clear()
             if not self.privacy.log_loss:
                 logs.pop("loss", None)
                 logs.pop("train_loss", None)

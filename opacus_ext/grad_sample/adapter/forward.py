@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any, Callable, Mapping, NamedTuple, Sequence, cast
 
 import torch
+from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
 from opacus_ext.grad_sample.adapter.advice import sample_of
@@ -45,7 +46,7 @@ from opacus_ext.grad_sample.core.gradients import (
 from opacus_ext.grad_sample.core.group import SampleGroup
 from opacus_ext.grad_sample.core.groups import Samples, version, warn_one_by_one
 from opacus_ext.grad_sample.rules import NotAtOnce
-from opacus_ext.private_torch import is_batched, tree_leaves
+from opacus_ext.private_torch import _BatchNorm, is_batched, tree_leaves
 from opacus_ext.refused import Refused, add_note
 
 T = torch.Tensor
@@ -433,12 +434,25 @@ class ForwardRecord:
         return self.model.state.changes()
 
     def _changes(self, name: str, how: str) -> Refused:
-        line = line_that_sets(self.model.state.modules, name)
+        modules = self.model.state.modules
+        line = line_that_sets(modules, name)
+        remedy = (
+            "Return the value, or pass it as an argument, instead of storing it; "
+            "replace layers with running statistics."
+        )
+        norms = [x for x in modules if isinstance(x, _BatchNorm) and x.training]
+        if norms and name.rpartition(".")[2] in norms[0]._buffers:
+            kind = type(norms[0]).__name__
+            shown = f"torch.nn.{kind}" if hasattr(nn, kind) else kind
+            remedy = (
+                f"Call eval() on each {kind} after model.train(): it trains with the "
+                "statistics that it has. For example: for layer in model.modules(): "
+                f"layer.train(not isinstance(layer, {shown}))"
+            )
         return self.model.refused(
             f"its forward changes {name}, {how}would carry data from sample to sample "
             f"or from batch to batch without noise{line}.",
-            "Return the value, or pass it as an argument, instead of storing it; "
-            "replace layers with running statistics.",
+            remedy,
             name,
         )
 
