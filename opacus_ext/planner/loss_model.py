@@ -32,6 +32,10 @@ MOST_LOSS = math.log(30_522)  # of a uniform prediction; the formula goes beyond
 RATIOS = 2.0**-20.25, 2.0**-8.5  # of its table's rows
 ERRORS = 0.029, 0.063  # of the table's 16 losses: mean and largest
 
+FINE_TUNE = (
+    "Instead, fine-tune a public model, as with LoRA (docs/examples/lora.md): plan it "
+    "with its sizes, for example --parameters 110M --trainable 300k."
+)
 Range = Tuple[float, float]
 
 
@@ -166,9 +170,8 @@ class LossModel:
             yield (
                 f"Trained from scratch, {model} learns hardly anything: a loss of "
                 f"{loss:.3g} is about that of guessing tokens by how frequent they "
-                f"are, {self.unigram:.3g}. Fine-tune a public model instead, as with "
-                "LoRA (docs/examples/lora.md; to plan it, --parameters 110M "
-                "--trainable 300k, with its numbers), or get more users or epsilon."
+                f"are, {self.unigram:.3g}, within the law's error. {FINE_TUNE} Or "
+                "get more users or epsilon."
             )
         if self.kind == MEASURED and budget.tuned is not None:
             yield (

@@ -20,8 +20,20 @@ import numpy as np
 from opacus_ext.accountants.solver import checked
 from opacus_ext.data.sampling import Poisson
 from opacus_ext.planner.budget import MOST_EPSILON, Budget, HopelessError, Range
-from opacus_ext.planner.loss_model import MOST_LOSS, RULE, LossModel, compute
-from opacus_ext.planner.noise import advantage, noise_grid, noise_of, verified_noise
+from opacus_ext.planner.loss_model import (
+    FINE_TUNE,
+    MOST_LOSS,
+    RULE,
+    LossModel,
+    compute,
+)
+from opacus_ext.planner.noise import (
+    advantage,
+    noise_grid,
+    noise_of,
+    six_digits,
+    verified_noise,
+)
 from opacus_ext.progress import progress
 from opacus_ext.refused import Refused
 
@@ -119,7 +131,7 @@ class Plan:
         # As measured: gradients brought to norm 1, whatever they were.
         clipping: Any = dict(max_grad_norm=0.1, clipping="normalized")
         return dict(
-            noise_multiplier=_six_digits(noise),
+            noise_multiplier=six_digits(noise),
             **clipping,
             grad_sample_mode="ghost_bk",
             **drawn,
@@ -211,8 +223,8 @@ model, optimizer, criterion, loader = engine.make_private(
                 "PrivateTrainer draws Poisson samples of the units that privacy "
                 "protects; this plan has other batches.",
                 parameter="code",
-                remedy="Plan with amplification poisson and sampling users, or take "
-                "the code of make_private.",
+                remedy='Plan with amplification="poisson" and sampling="users", or '
+                "take Plan.code().",
             )
         part = self.batch_size // self.parts
         notes = "".join(f"# {note}\n" for note in self.notes())
@@ -277,13 +289,6 @@ trainer.train()"""
                 ratio = float(noise_of(other, batch, self.steps).ratio)
                 gains[name] = self.ratio / ratio - 1
         return gains
-
-
-def _six_digits(noise: float) -> float:
-    """Rounded up, so that the noise that is printed is enough."""
-    digits = 5 - math.floor(math.log10(noise)) if noise > 0 else 0
-    rounded = round(noise, digits)
-    return rounded if rounded >= noise else round(noise + 10.0**-digits, digits)
 
 
 def _doubled(budget: Budget, name: str) -> Budget:
@@ -422,7 +427,7 @@ class Candidates:
                     f"{MOST_LOSS:.3g}.",
                     parameter="parameters",
                     remedy="That much noise allows smaller models; or allow more "
-                    "epsilon, users or larger batches.",
+                    f"epsilon, users or larger batches. {FINE_TUNE}",
                 )
         raise HopelessError(
             f"Nothing can be learned with this budget, by the {law.name}: "
@@ -431,7 +436,8 @@ class Candidates:
             "than the law knows.",
             parameter="epsilon",
             remedy="More epsilon, users, compute or larger batches are needed; or "
-            "measure (opacus-ext measure at larger ratios, or --noise-free).",
+            "measure (opacus-ext measure at larger ratios, or --noise-free)."
+            + (f" {FINE_TUNE}" if budget.tuned is None else ""),
         )
 
     def plan(self, at: Sequence[Any], flops: float = math.inf) -> Plan:
