@@ -29,8 +29,8 @@ BERT = {
     "BertLarge": 335e6,
     "BertMega": 778e6,
 }
-# The loss of guessing tokens by their frequency. BERT's pretraining stays there where it
-# fails (github.com/huggingface/transformers/issues/3983), and the paper's row of the
+# The loss of guessing tokens by their frequency. BERT's pretraining that fails stays
+# there (github.com/huggingface/transformers/issues/3983), and the paper's row of the
 # least epsilon and users has 7.28.
 BERT_UNIGRAM = 7.3
 _OF_AUTHORS = {
@@ -234,8 +234,8 @@ def read_table(path: Union[str, Path], *needed: str) -> Dict[str, np.ndarray]:
         raise Refused(
             f"{path} has no column of numbers {', '.join(missing)}.",
             parameter="measurements",
-            remedy="Name the columns in its first line. A loss is the cross-entropy in "
-            "nats, no accuracy.",
+            remedy="Name the columns in its first line, and separate them by ','. A "
+            "loss is the cross-entropy in nats, no accuracy.",
         )
     return columns
 
@@ -243,8 +243,26 @@ def read_table(path: Union[str, Path], *needed: str) -> Dict[str, np.ndarray]:
 def read_texts(path: Union[str, Path]) -> Dict[str, List[str]]:
     """The columns of a table (CSV) by their names in its first line."""
     with Path(path).open(newline="", encoding="utf-8-sig") as file:
-        rows = zip(*filter(None, csv.reader(file)))
-        return {name.strip(): values for name, *values in rows}
+        try:
+            rows = [*filter(None, csv.reader(file))]
+        except (UnicodeError, csv.Error) as error:
+            raise Refused(
+                f"{path} is no table of text (CSV): {error}.", parameter="measurements"
+            ) from error
+    if len(rows) < 2:
+        raise Refused(
+            f"{path} has {len(rows)} lines: names of columns and a run are the least.",
+            parameter="measurements",
+        )
+    for row in rows:
+        if len(row) != len(rows[0]):
+            raise Refused(
+                f"{path} has {len(rows[0])} columns, but {len(row)} cells in a line, "
+                f"{','.join(row)}.",
+                parameter="measurements",
+                remedy="Complete the line, or remove it. Columns are separated by ','.",
+            )
+    return {name.strip(): values for name, *values in zip(*rows)}
 
 
 def _numbers(path: Path, texts: Dict[str, List[str]], name: str) -> np.ndarray:

@@ -315,7 +315,7 @@ measure --out x --text no-such-text | no-such-text
 fit example --law murphy | 'murphy' is none of
 fit example --law L2 --drop 3 | --drop is for laws without noise
 optimal | required: --flops
-optimal --flops 0 | --flops: '0' is not a number, above 0
+optimal --flops 5 | --flops: '5' is not a number, 1e+12 or more, at most 1e+30
 fit example --hold-out size=3 | --hold-out: 'size=3' is not
 statement no-such-checkpoint | no-such-checkpoint
 """
@@ -455,8 +455,14 @@ def test_help_and_wrong_arguments_are_answered_at_once(arguments, status, shown)
     assert used < 1
 
 
-@pytest.mark.parametrize("arguments", ["--help", f"{NOISE} --steps 9 --batch-size 1k"])
-@pytest.mark.parametrize("program", [[SCRIPT], ["-m", "opacus_ext"]])
+@pytest.mark.parametrize(
+    "program, arguments",
+    [
+        ([SCRIPT], "--help"),
+        ([SCRIPT], f"{NOISE} --steps 9 --batch-size 1k"),
+        (["-m", "opacus_ext"], "optimal --flops 1e19"),
+    ],
+)
 def test_a_reader_that_has_gone_is_no_error(program, arguments):
     """As in ``opacus-ext plan ... | head -1``, at the latest at exit."""
     read, write = os.pipe()
@@ -468,7 +474,7 @@ def test_a_reader_that_has_gone_is_no_error(program, arguments):
         text=True,
     )
     os.close(write)
-    assert done.stderr == "" and done.returncode == 1
+    assert done.stderr == "" and done.returncode in (0, 1)
 
 
 def test_the_script_plans_without_torch():

@@ -160,7 +160,7 @@ measurements           text              ; of "measure", a table (CSV), or "exam
 parameter
 """,
     "optimal": """
---flops!               numbers >0        ; C; lists
+--flops!               numbers 1e12 1e30 ; C, operations in all; lists
 """,
     "check": """
 target                 text              ; a folder of transformers, or module:function
