@@ -33,6 +33,10 @@ def import_bare(*packages):
 def main():
     """Runs ``opacus-ext`` with the arguments of the process; returns its status."""
     parser = load_parser()
+    return parser.until_nobody_reads(lambda: _run(parser))
+
+
+def _run(parser):
     arguments = parser.parse()
     if not parser.needs_torch(arguments):
         subpackages = (f"opacus_ext.{x}" for x in ("accountants", "data", "planner"))

@@ -245,7 +245,7 @@ def baselines(fit: Fit = PAPER) -> Iterator[Baseline]:
         return fit.predict(parameters=size, examples=examples, ratio=ratio)
 
     law = replace(LossModel.of_paper(), loss=formula)
-    tables = [Candidates(Budget(USERS, epsilon), law) for epsilon in EPSILONS]
+    tables = [Candidates(Budget(USERS, epsilon, DELTA), law) for epsilon in EPSILONS]
     for name, (size, batch, steps) in BASELINES.items():
         for table in tables:
             epsilon = table.budget.epsilon
@@ -261,7 +261,9 @@ def sizes_by_compute() -> Iterator[List[float]]:
     Sizes that are best for a compute (section 4.1): FLOPs, then parameters for each
     epsilon, without noise by the same law, and by Chinchilla's.
     """
-    tables = [Candidates(Budget(USERS, e), LossModel.of_paper()) for e in EPSILONS]
+    tables = [
+        Candidates(Budget(USERS, e, DELTA), LossModel.of_paper()) for e in EPSILONS
+    ]
     for flops in (1e17, 1e18, 1e19, 1e20):
         free = tables[0].not_private(flops)
         private = [table.best(flops).parameters for table in tables]

@@ -31,7 +31,7 @@ except ImportError as error:  # pragma: no cover
     ) from error
 
 from opacus_ext.accountants import calibration
-from opacus_ext.planner.budget import DELTA, Budget
+from opacus_ext.planner.budget import Budget
 from opacus_ext.planner.laws import Fit, private, private_rows, private_sigmoid, squash
 from opacus_ext.planner.loss_model import LossModel
 from opacus_ext.planner.measurements import EXAMPLE, Measurements
@@ -118,7 +118,7 @@ PLANES: Tuple[Tuple[Axis, Axis, Dict[str, float]], ...] = (
 
 
 def synergy(
-    steps: int = 16000, delta: float = DELTA, planes: Sequence = PLANES
+    steps: int = 16000, delta: float = 1e-8, planes: Sequence = PLANES
 ) -> Figure:
     """
     Figure 4: how much twice of a budget lowers the noise-batch ratio (longer arrows:
@@ -396,7 +396,7 @@ def plans(
 ) -> Iterator[Tuple[str, Figure]]:
     """The figures of plans: 1, 3, 5, 6 and 15."""
     law = LossModel.of_measurements(measured, "measurements")
-    budget = Budget(users, epsilons[0], flops=flops[-1], tokens=measured.tokens)
+    budget = Budget(users, epsilons[0], 1e-8, flops=flops[-1], tokens=measured.tokens)
     tables = {
         f"epsilon {e:g}": Candidates(replace(budget, epsilon=e), law) for e in epsilons
     }

@@ -3,5 +3,6 @@
 import sys
 
 from opacus_ext.planner.commands.main import main
+from opacus_ext.planner.commands.options import until_nobody_reads
 
-sys.exit(main())
+sys.exit(until_nobody_reads(main))

@@ -11,8 +11,21 @@ from opacus_ext.refused import Refused
 
 Range = Optional[Tuple[float, float]]
 
-DELTA = 1e-8  # the paper's, for any number of users
 MOST_EPSILON = 100.0  # above, there is no privacy to plan for
+
+
+def default_delta(users: float) -> float:
+    """
+    Returns 1 / users^1.1, rounded down to one digit.
+
+    Example:
+        >>> [default_delta(users) for users in (50_000, 1e6)]
+        [6e-06, 2e-07]
+    """
+    checked("users", users, at_least=1)
+    delta = min(users**-1.1, 0.1)
+    digit = 10.0 ** math.floor(math.log10(delta))
+    return float(f"{math.floor(delta / digit) * digit:.0e}")
 
 
 class HopelessError(Refused):
@@ -29,7 +42,8 @@ class Budget:
     Attributes:
         users: N, units that privacy protects; a batch is drawn from them
         epsilon: of the whole run, 100 at most
-        delta: of the whole run; the default is the paper's
+        delta: of the whole run; None for :func:`default_delta` of the users. The
+            paper's is 1e-8 for any number of them
         flops: C at most; inf for no limit
         tokens: S, tokens of an example
         parameters: the least and largest model size; None for the law's range
@@ -52,12 +66,12 @@ class Budget:
 
     Example:
         >>> Budget(users=1e6, epsilon=4, flops=1e19).delta
-        1e-08
+        2e-07
     """
 
     users: float
     epsilon: float
-    delta: float = DELTA
+    delta: float = None  # type: ignore[assignment]
     flops: float = math.inf
     tokens: int = 512
     parameters: Range = None
@@ -72,6 +86,8 @@ class Budget:
     def __post_init__(self) -> None:
         for name in ("users", "tokens", "records_per_user", "physical_batch_size"):
             checked(name, getattr(self, name), at_least=1)
+        if self.delta is None:
+            object.__setattr__(self, "delta", default_delta(self.users))
         checked("delta", self.delta, above=0, below=1)
         checked("epsilon", self.epsilon, above=0)
         if self.flops != math.inf:

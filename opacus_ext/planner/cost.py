@@ -65,6 +65,10 @@ class Device:
             if getattr(self, name) is not None:
                 checked(name, getattr(self, name), above=0)
 
+    def work(self, hours: float) -> float:
+        """The floating-point operations of all devices in so many hours."""
+        return hours * 3600 * self.flops * self.utilization * self.count
+
     def cost(self, flops: float) -> Cost:
         """The cost of a run of so many floating-point operations."""
         hours = flops / (self.flops * self.utilization) / 3600

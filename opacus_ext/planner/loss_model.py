@@ -15,7 +15,7 @@ from opacus_ext.planner import noise_free
 from opacus_ext.planner.budget import Budget
 from opacus_ext.planner.laws import PAPER as PAPER_LAW
 from opacus_ext.planner.laws import Law, private_rows
-from opacus_ext.planner.measurements import Measurements
+from opacus_ext.planner.measurements import BERT_UNIGRAM, Measurements
 from opacus_ext.planner.noise_free import NoiseFree
 from opacus_ext.planner.surface import Surface, continued, scaled_options
 from opacus_ext.refused import Refused
@@ -32,6 +32,10 @@ MOST_LOSS = math.log(30_522)  # of a uniform prediction; the formula goes beyond
 RATIOS = 2.0**-20.25, 2.0**-8.5  # of its table's rows
 ERRORS = 0.029, 0.063  # of the table's 16 losses: mean and largest
 
+FINE_TUNE = (
+    "Instead, fine-tune a public model, as with LoRA (docs/examples/lora.md): plan it "
+    "with its sizes, for example --parameters 110M --trainable 300k."
+)
 Range = Tuple[float, float]
 
 
@@ -81,6 +85,8 @@ class LossModel:
         warnings: of the fit, for people: curves continued without a floor
         formula: what tells the loss where that is above the one of a model that knows
             nothing, so that ``loss`` has no answer; None if there is no such case
+        unigram: the loss of guessing each token by its frequency alone; inf if unknown
+        error: of the law, as a share of the loss: closer to ``unigram`` is no less
     """
 
     loss: Callable[..., np.ndarray]
@@ -98,6 +104,8 @@ class LossModel:
     continuation: str = "how wrong that is was not measured"
     warnings: Tuple[str, ...] = ()
     formula: Optional[Callable[..., np.ndarray]] = None
+    unigram: float = math.inf
+    error: float = 0.02
 
     def measured_to(self, parameters: Any, ratio: Any) -> Any:
         """Steps to which a size and ratio was measured."""
@@ -156,6 +164,15 @@ class LossModel:
                 f"The batch of {batch:,.0f} is smaller than the {self.batch_size:,} of "
                 "the measurements: what fewer examples a step lose is not counted."
             )
+        loss = float(self.loss(size, batch, steps, ratio))
+        if budget.tuned is None and loss >= self.unigram * (1 - self.error):
+            model = "a model like BERT" if self.kind == RULE else "the model"
+            yield (
+                f"Trained from scratch, {model} learns hardly anything: a loss of "
+                f"{loss:.3g} is about that of guessing tokens by how frequent they "
+                f"are, {self.unigram:.3g}, within the law's error. {FINE_TUNE} Or "
+                "get more users or epsilon."
+            )
         if self.kind == MEASURED and budget.tuned is not None:
             yield (
                 "Sizes of the measurements count as trainable parameters of this "
@@ -213,6 +230,7 @@ class LossModel:
             measured=surface.measured_steps,
             least_ratio=ranges["ratio"][0],
             warnings=surface.warnings,
+            unigram=measurements.unigram,
             **found,
         )
 
@@ -235,6 +253,7 @@ class LossModel:
             kind=MEASURED,
             source=f"{law.name}, fitted to {fit.rows} rows",
             warnings=fit.warnings,
+            unigram=m.unigram,
         )
 
     @classmethod
@@ -263,6 +282,8 @@ class LossModel:
             known_steps=(STEPS[0], 128_000.0),
             least_ratio=RATIOS[0],
             formula=_paper_loss,
+            unigram=BERT_UNIGRAM,
+            error=most,
         )
 
     @classmethod

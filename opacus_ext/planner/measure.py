@@ -281,6 +281,7 @@ def measure(
         warmup=warmup,
         max_grad_norm=max_grad_norm,
         data=_digest(family.dataset),
+        unigram=_unigram(family.dataset),
         seed=seed,
     )
     grid: List[Dict[str, Any]] = [
@@ -307,6 +308,16 @@ def _digest(dataset: Any) -> str:
         for part in dataset[i]:
             digest.update(torch.as_tensor(part).numpy().tobytes())
     return digest.hexdigest()[:12]
+
+
+def _unigram(dataset: Any) -> Optional[float]:
+    """The loss of guessing targets by their frequency; None if they are no tokens."""
+    some = range(0, len(dataset), max(1, len(dataset) // 10_000))
+    targets = torch.cat([torch.as_tensor(dataset[i][1]).flatten() for i in some])
+    if targets.is_floating_point():
+        return None
+    counts = targets[targets >= 0].unique(return_counts=True)[1]
+    return float(torch.distributions.Categorical(counts.double()).entropy())
 
 
 def _key(run: Dict[str, Any]) -> str:

@@ -143,6 +143,13 @@ def advantage(
     return float(calibration.delta(noise, rate, times, 0.0, records))
 
 
+def six_digits(noise: float) -> float:
+    """Rounded up, so that the noise that is printed is enough."""
+    digits = 5 - math.floor(math.log10(noise)) if noise > 0 else 0
+    rounded = round(noise, digits)
+    return rounded if rounded >= noise else round(noise + 10.0**-digits, digits)
+
+
 def verified_noise(
     noise_multiplier: float,
     sampling: Sampling,

@@ -20,8 +20,20 @@ import numpy as np
 from opacus_ext.accountants.solver import checked
 from opacus_ext.data.sampling import Poisson
 from opacus_ext.planner.budget import MOST_EPSILON, Budget, HopelessError, Range
-from opacus_ext.planner.loss_model import MOST_LOSS, RULE, LossModel, compute
-from opacus_ext.planner.noise import advantage, noise_grid, noise_of, verified_noise
+from opacus_ext.planner.loss_model import (
+    FINE_TUNE,
+    MOST_LOSS,
+    RULE,
+    LossModel,
+    compute,
+)
+from opacus_ext.planner.noise import (
+    advantage,
+    noise_grid,
+    noise_of,
+    six_digits,
+    verified_noise,
+)
 from opacus_ext.progress import progress
 from opacus_ext.refused import Refused
 
@@ -119,7 +131,7 @@ class Plan:
         # As measured: gradients brought to norm 1, whatever they were.
         clipping: Any = dict(max_grad_norm=0.1, clipping="normalized")
         return dict(
-            noise_multiplier=_six_digits(noise),
+            noise_multiplier=six_digits(noise),
             **clipping,
             grad_sample_mode="ghost_bk",
             **drawn,
@@ -198,6 +210,51 @@ model, optimizer, criterion, loader = engine.make_private(
         criterion(model(inputs), targets).backward()
         optimizer.step()"""
 
+    def trainer_code(self) -> str:
+        """
+        Code to paste for ``PrivateTrainer``, which calibrates the noise itself.
+
+        Raises:
+            Refused: for fixed batches and batches of records: it draws other ones
+        """
+        budget = self.budget
+        if not self.amplified or budget.sampling == "records":
+            raise Refused(
+                "PrivateTrainer draws Poisson samples of the units that privacy "
+                "protects; this plan has other batches.",
+                parameter="code",
+                remedy='Plan with amplification="poisson" and sampling="users", or '
+                "take Plan.code().",
+            )
+        part = self.batch_size // self.parts
+        notes = "".join(f"# {note}\n" for note in self.notes())
+        rate = self.learning_rate
+        learning_rate = f"        learning_rate={rate!r},\n" if rate else ""
+        return f"""\
+from transformers import TrainingArguments
+
+from opacus_ext.trainer import PrivacyArguments, PrivateTrainer
+
+{notes}# Yours: model, a dataset of {self.examples:,} records, with labels.
+trainer = PrivateTrainer(
+    model,
+    TrainingArguments(
+        "out",
+        max_steps={self.steps},
+        # {part * self.parts:,} records a step; of several devices each takes its part.
+        per_device_train_batch_size={part},
+        gradient_accumulation_steps={self.parts},
+{learning_rate}    ),
+    train_dataset=dataset,
+    privacy=PrivacyArguments(
+        target_epsilon={budget.epsilon!r},
+        target_delta={budget.delta!r},
+        per_sample_max_grad_norm=0.1,
+        clipping="normalized",
+    ),
+)
+trainer.train()"""
+
     @property
     def _sampling(self) -> str:
         return f"Poisson(steps={self.steps}, expected_batch_size={self.batch_size})"
@@ -232,13 +289,6 @@ model, optimizer, criterion, loader = engine.make_private(
                 ratio = float(noise_of(other, batch, self.steps).ratio)
                 gains[name] = self.ratio / ratio - 1
         return gains
-
-
-def _six_digits(noise: float) -> float:
-    """Rounded up, so that the noise that is printed is enough."""
-    digits = 5 - math.floor(math.log10(noise)) if noise > 0 else 0
-    rounded = round(noise, digits)
-    return rounded if rounded >= noise else round(noise + 10.0**-digits, digits)
 
 
 def _doubled(budget: Budget, name: str) -> Budget:
@@ -323,12 +373,15 @@ class Candidates:
         flops = self.budget.flops if flops is None else flops
         return flops, _affordable(self.flops, self.loss, flops)
 
-    def best(self, flops: Optional[float] = None) -> Plan:
+    def best(self, flops: Optional[float] = None, within: float = 0.0) -> Plan:
         """
-        The configuration of the lowest loss within a compute budget.
+        The configuration of the lowest loss within a compute budget, or the cheapest
+        one whose loss is about as low: the last per cent may cost a hundred times the
+        compute.
 
         Args:
             flops: C at most; the budget's by default
+            within: share above the lowest loss that is allowed
 
         Raises:
             Refused: if no configuration is left; the message says why
@@ -336,9 +389,9 @@ class Candidates:
         flops, loss = self._within(flops)
         if np.isinf(loss).all():
             self._refuse(flops)
-        # Of equal losses the cheapest.
-        same = np.where(loss <= loss.min(), self.flops, np.inf)
-        return self.plan(np.unravel_index(same.argmin(), same.shape), flops)
+        spent = np.where(loss <= loss.min() * (1 + within), self.flops, np.inf)
+        cheapest = np.where(spent <= spent.min(), loss, np.inf)
+        return self.plan(np.unravel_index(cheapest.argmin(), loss.shape), flops)
 
     def _refuse(self, flops: float) -> None:
         """Says why no configuration within the compute has a loss."""
@@ -374,7 +427,7 @@ class Candidates:
                     f"{MOST_LOSS:.3g}.",
                     parameter="parameters",
                     remedy="That much noise allows smaller models; or allow more "
-                    "epsilon, users or larger batches.",
+                    f"epsilon, users or larger batches. {FINE_TUNE}",
                 )
         raise HopelessError(
             f"Nothing can be learned with this budget, by the {law.name}: "
@@ -383,7 +436,8 @@ class Candidates:
             "than the law knows.",
             parameter="epsilon",
             remedy="More epsilon, users, compute or larger batches are needed; or "
-            "measure (opacus-ext measure at larger ratios, or --noise-free).",
+            "measure (opacus-ext measure at larger ratios, or --noise-free)."
+            + (f" {FINE_TUNE}" if budget.tuned is None else ""),
         )
 
     def plan(self, at: Sequence[Any], flops: float = math.inf) -> Plan:
@@ -476,7 +530,7 @@ class Candidates:
 
         Args:
             within: share above the best loss up to which batch sizes are included
-            most: number of batch sizes at most, evenly spaced
+            most: number of batch sizes at most, evenly spaced, and the best one
         """
         flops, loss = self._within(flops)
         lowest = loss.min(axis=(0, 2))
@@ -484,13 +538,16 @@ class Candidates:
         chosen = np.flatnonzero(known)
         if most and len(chosen) > most:
             chosen = chosen[np.linspace(0, len(chosen) - 1, most).round().astype(int)]
+            chosen = np.union1d(chosen, lowest.argmin())
         plans = []
         for j in progress(chosen, "planning by batch size"):
             i, k = np.unravel_index(loss[:, j].argmin(), loss[:, j].shape)
             plans.append(self.plan((i, j, k), flops))
         return plans
 
-    def by_rank(self, rank: int, flops: Optional[float] = None) -> Dict[int, Plan]:
+    def by_rank(
+        self, rank: int, flops: Optional[float] = None, within: float = 0.0
+    ) -> Dict[int, Plan]:
         """
         The plans of adapters of other ranks, whose trainable parameters are in
         proportion. They don't include what a higher rank may learn that a lower one
@@ -498,7 +555,7 @@ class Candidates:
 
         Args:
             rank: 1 or more, of adapters of the budget's ``trainable`` parameters
-            flops: C at most; the budget's by default
+            flops, within: of :meth:`best`
 
         Returns:
             plans of the rank, and of 4 and 2 times less and more, where that is whole
@@ -524,7 +581,7 @@ class Candidates:
             if (rank * factor).is_integer() and 1 <= trainable <= budget.tuned:
                 try:
                     table = Candidates(replace(budget, trainable=trainable), self.law)
-                    plans[int(rank * factor)] = table.best(flops)
+                    plans[int(rank * factor)] = table.best(flops, within)
                 except Refused:  # the law does not know so few, or nothing is learned
                     continue
         return plans
@@ -565,9 +622,7 @@ class Candidates:
 
     def saturating(self, within: float = 0.01) -> Plan:
         """The plan of the least compute whose loss is within a share of the lowest."""
-        self.best(math.inf)  # or the reason why there is none
-        enough = self.loss <= np.nanmin(self.loss) * (1 + within)
-        return self.best(float(self.flops[enough].min()))
+        return self.best(math.inf, within)
 
     def frontier(self, flops: Sequence[float]) -> List[Optional[Plan]]:
         """The best plan at each compute budget; None where there is no plan."""

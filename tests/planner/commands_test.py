@@ -14,6 +14,7 @@ import torch
 import transformers
 
 from opacus_ext.accountants import PRVBoundsAccountant
+from opacus_ext.accountants.composition import Composition
 from opacus_ext.audit import Audit
 from opacus_ext.data.sampling import Poisson
 from opacus_ext.planner.commands import check as check_command
@@ -200,7 +201,7 @@ def test_results_csv_of_the_authors(capsys, tmp_path):
     assert found["ratio"] == [0, 2**-8]
     assert found["first quarter continued"]["mean error"] < 0.05
     args = f"plan --measurements {path} --users 1e7 --epsilon 4 --flops 1e19 --json"
-    args += " --batch-size 1e4:2e4"
+    args += " --delta 1e-8 --batch-size 1e4:2e4"
     plan = strict(output_of(capsys, f"{args} --parameters 29e6 --steps 4e3:6e3"))[
         "plans"
     ][0]
@@ -337,7 +338,6 @@ RECORDS = "calibrate --users 1e5 --sampling records --records-per-user"
 TUNE = "plan --users 50000 --epsilon 8 --delta 1e-6 --trainable 4194304 --flops 1e19"
 
 BAD = f"""
- | required: COMMAND
 dream | invalid choice
 plan --users 1e5 | required: --epsilon
 {USERS} 0 | --epsilon: '0' is not a number, above 0
@@ -355,13 +355,24 @@ plan --users -5 --epsilon 4 | --users: '-5' is not a number, 1
 {TUNE} --parameters 1e6 | trainable must be finite and at least 1 and at most 1e+06
 {TUNE} --parameters 6.7e9 --measurements example | goes without --measurements
 {TUNE} --parameters 6.7e9 --noise-free nowhere.csv | there is no nowhere.csv
-{TUNE} --parameters 6.7e9 --price 2 | need --device-flops
+{TUNE} --parameters 6.7e9 --price 2 | need --gpu
+{PLAN} --hours 24 | need --gpu, such as h100
+{PLAN} --gpu h100 --hours 24 --flops 1e19 | both bound the compute
+{PLAN} --gpu 8xh100 --gpus 2 | both tell a number
+{PLAN} --gpu rtx9000 | 'rtx9000' is none of t4, v100
+{PLAN} --gpu 0xh100 | '0xh100' is none of
+{PLAN} --flops 1,500,000 | may be one number or several
+{PLAN} --flops 5q | '5q' is not a number
+{PLAN} --flops k | 'k' is not a number
+{PLAN} --code trainer --amplification none | of Poisson samples of users
+{PLAN} --steps 2000 --parameters 5M --plot plan.words | 'words' is not supported
 check .a:b | target '.a:b' is not to be had
 check nothing-of-the-kind | neither a folder nor module:function
 check tests.planner.commands_test:two_things | must return a model, a batch
 measure --out x --family .a:b | '.a:b' is not to be had
 measure --out x | needs a text
 measure --out x --text no-such-text | no-such-text
+{NOISE} --steps 5 | For example: opacus-ext calibrate --users 1e6
 {NOISE} --steps 5 | required: --batch-size
 {NOISE} --steps 0.5 --batch-size 1 | '0.5' is not a whole number, 1 or more
 {NOISE} --steps 5 --batch-size 1e6 | batch_size
@@ -370,7 +381,7 @@ measure --out x --text no-such-text | no-such-text
 fit example --law murphy | 'murphy' is none of
 fit example --law L2 --drop 3 | --drop is for laws without noise
 optimal | required: --flops
-optimal --flops 0 | --flops: '0' is not a number, above 0
+optimal --flops 5 | --flops: '5' is not a number, 1e+12 or more, at most 1e+30
 fit example --hold-out size=3 | --hold-out: 'size=3' is not
 statement no-such-checkpoint | no-such-checkpoint
 """
@@ -384,6 +395,79 @@ def test_bad_arguments(line, capsys):
         main(args.split())
     assert stopped.value.code == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "option, text, value",
+    [
+        ("--users", "50k", [50_000]),
+        ("--users", "1.5M,2B", [1.5e6, 2e9]),
+        ("--users", "50_000", [50_000]),
+        ("--users", "50,000", [50_000]),
+        ("--users", "1,000,000", [1e6]),
+        ("--users", "100,500", [100, 500]),
+        ("--flops", "1e19,3e19", [1e19, 3e19]),
+        ("--tokens", "1,024", 1024),
+        ("--trainable", "2.3m", 2_300_000),
+        ("--parameters", "110M:1B", (110e6, 1e9)),
+        ("--gpu", "h100", (1, 989e12)),
+        ("--gpu", "8xH100", (8, 989e12)),
+        ("--gpu", "2 x NVIDIA RTX 4090", (2, 165e12)),
+        ("--device-flops", "3e14", (1, 3e14)),
+    ],
+)
+def test_numbers_as_people_write_them(option, text, value):
+    args = build_parser().parse_args([*PLAN.split(), option, text])
+    name = {"--device-flops": "gpu"}.get(option, option.strip("-"))
+    assert getattr(args, name) == value
+
+
+def test_a_day_of_one_gpu(capsys):
+    args = f"{PLAN} --gpu 2xt4 --hours 1 --price 3 {FEW} --steps 1k:2k --json"
+    found = strict(output_of(capsys, args))
+    (plan,) = found["plans"]
+    assert plan["budget"]["flops"] == pytest.approx(3600 * 2 * 65e12 * 0.3)
+    assert 0 < plan["cost"]["hours"] <= 1
+    assert plan["cost"]["money"] == pytest.approx(6 * plan["cost"]["hours"])
+    assert any("--utilization" in note for note in found["notes"])
+    same = strict(output_of(capsys, f"{args} --utilization 0.3"))
+    assert same["plans"] == [plan] and len(same["notes"]) < len(found["notes"])
+
+
+def test_the_headline_is_the_cheapest_of_about_the_best_loss(capsys):
+    """The least loss of 50,000 users and epsilon 3 takes batches of nearly all."""
+    args = "plan --users 50k --epsilon 3 --law paper"
+    (plan,) = strict(output_of(capsys, f"{args} --json"))["plans"]
+    assert plan["batch_size"] < 2_000 and plan["budget"]["delta"] == 6e-6
+    this, *others = plan["same_epsilon"]
+    best = min(others, key=lambda row: row["loss"])
+    assert this["times_the_compute"] == 1 and this["loss"] == plan["loss"]
+    assert best["times_the_compute"] > 50 and best["batch_size"] > 40_000
+    assert best["loss"] < plan["loss"] < best["loss"] * 1.0101
+    shown = output_of(capsys, f"{args} --code trainer --physical-batch-size 64")
+    assert "learns hardly anything" in shown and "--trainable 300k" in shown
+    assert f"max_steps={plan['steps']}," in shown and "PrivateTrainer(" in shown
+    assert "make_private" not in shown
+
+
+def test_the_noise_of_calibrate_is_enough_for_the_accountant(capsys):
+    args = "calibrate --users 1e6 --epsilon 1,4 --batch-size 4096 --steps 1000"
+    for row in strict(output_of(capsys, f"{args} --json")):
+        spent = Composition()
+        sampling = Poisson(expected_batch_size=4096, steps=1000)
+        sampling.account(spent, 10**6, row["noise_multiplier"], 1000)
+        assert 0.99 * row["epsilon"] < spent.get_epsilon(2e-7) <= row["epsilon"]
+        assert row["delta"] == 2e-7
+        assert str(row["noise_multiplier"]) in output_of(capsys, args)
+
+
+@pytest.mark.parametrize("law", ["--law paper", ""])
+def test_plot(law, capsys, tmp_path):
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "plan.svg"
+    args = f"plan --users 1M --epsilon 4,8 --flops 1e18 --steps 4k {law} --plot {path}"
+    output_of(capsys, f"{args} --parameters 5M:9M")
+    assert "<svg" in path.read_text() and path.stat().st_size > 20_000
 
 
 def test_help_has_examples_that_are_understood(capsys):
@@ -420,6 +504,8 @@ def run_script(arguments, *options):
     "arguments, status, shown",
     [
         ("--help", 0, "COMMAND"),
+        ("", 2, "examples:"),
+        ("plan", 2, "For example: opacus-ext plan --users 1M --epsilon 4 --flops"),
         ("plan --help", 0, "examples:"),
         ("--version", 0, "opacus-ext 0.1.0"),
         ("plan --users -5", 2, "--users: '-5' is not a number"),
@@ -433,6 +519,28 @@ def test_help_and_wrong_arguments_are_answered_at_once(arguments, status, shown)
     used, done = run_script(arguments)
     assert done.returncode == status and shown in done.stdout + done.stderr
     assert used < 1
+
+
+@pytest.mark.parametrize(
+    "program, arguments",
+    [
+        ([SCRIPT], "--help"),
+        ([SCRIPT], f"{NOISE} --steps 9 --batch-size 1k"),
+        (["-m", "opacus_ext"], "optimal --flops 1e19"),
+    ],
+)
+def test_a_reader_that_has_gone_is_no_error(program, arguments):
+    """As in ``opacus-ext plan ... | head -1``, at the latest at exit."""
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run(
+        [sys.executable, *program, *arguments.split()],
+        stdout=write,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    os.close(write)
+    assert done.stderr == "" and done.returncode in (0, 1)
 
 
 def test_the_script_plans_without_torch():

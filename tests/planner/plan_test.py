@@ -49,6 +49,26 @@ def test_the_best_is_the_best_of_all_configurations(table):
     assert plan.tokens_per_parameter == pytest.approx(tokens / plan.parameters)
 
 
+@pytest.mark.parametrize("within", [0.001, 0.01, 0.05])
+def test_the_cheapest_of_about_the_best_loss(table, within):
+    """Beside a search of all configurations, by the losses of the grid."""
+    plan, best = table.best(within=within), table.best()
+    affordable = table.flops <= BUDGET.flops
+    enough = affordable & (
+        table.loss <= (1 + within) * np.nanmin(table.loss[affordable])
+    )
+    assert plan.flops == table.flops[enough].min() < best.flops
+    assert best.loss <= plan.loss < best.loss * (1 + within) * 1.001
+    assert plan.budget == best.budget
+
+
+def test_delta_follows_the_users():
+    given = dict(epsilon=4)
+    deltas = [Budget(users, **given).delta for users in (1, 1e3, 5e4, 1e6, 1e9)]
+    assert deltas == [0.1, 5e-4, 6e-6, 2e-7, 1e-10]
+    assert dataclasses.replace(Budget(1e3, **given), users=1e6).delta == 5e-4
+
+
 def test_near_optimal_and_saturating(table):
     plan, near = table.best(), table.near()
     for name in ("parameters", "batch_size", "steps"):
@@ -169,6 +189,38 @@ def test_the_code_runs_as_it_is_and_trains_within_epsilon(changed, batch):
         (plan.arguments()["noise_multiplier"], batch / 200, 100)
     ]
     json.dumps(plan.as_dict()["make_private"], allow_nan=False)
+
+
+def test_the_code_for_the_trainer_runs_as_it_is(tmp_path, monkeypatch):
+    transformers = pytest.importorskip("transformers")
+    monkeypatch.chdir(tmp_path)
+    ends = dict(steps=(100, 100), batch_size=(50, 50), delta=1e-3, tokens=16)
+    drawn = dict(amplification="poisson", physical_batch_size=30)
+    plan = Candidates(Budget(100, 8, **ends, **drawn), LAW).best()
+    config = dict(vocab_size=9, n_embd=8, n_layer=1, n_head=1, n_positions=4)
+    ends_of_text = dict(bos_token_id=0, eos_token_id=0)
+    model = transformers.GPT2Config(**config, **ends_of_text)
+    records = [{"input_ids": x, "labels": x} for x in torch.randint(0, 9, (100, 4))]
+    names = dict(model=transformers.GPT2LMHeadModel(model), dataset=records)
+    exec(plan.trainer_code(), names)
+    trainer = names["trainer"]
+    assert trainer.state.global_step == 100 and trainer.logical_batch_size == 50
+    assert 7.7 < trainer.get_epsilon() <= 8
+    for other in (dict(amplification="none"), dict(sampling="records")):
+        budget = Budget(100, 8, **ends, **{**drawn, **other})
+        with pytest.raises(Refused, match="PrivateTrainer draws Poisson samples"):
+            Candidates(budget, LAW).best().trainer_code()
+
+
+@pytest.mark.parametrize(
+    "unigram, learns", [(math.inf, True), (9.0, True), (3.0, False)]
+)
+def test_a_loss_of_guessing_is_said_to_be_that(unigram, learns):
+    law = dataclasses.replace(LAW, unigram=unigram)
+    plan = Candidates(dataclasses.replace(BUDGET, flops=1e12), law).best()
+    said = [text for text in plan.caveats if "learns hardly anything" in text]
+    assert (plan.loss < 0.98 * unigram) == learns == (not said)
+    assert all("fine-tune a public model" in text for text in said)
 
 
 def test_any_batch_size_has_the_noise_of_its_rate():

@@ -225,11 +225,15 @@ def test_refused_files_of_runs(tmp_path, changed, message):
         (Measurements, "parameters,steps,loss\n1e3,10,5\n", "numbers ratio"),
         (Measurements, "parameters,steps,ratio,loss\n1,2,0,high\n", "numbers loss"),
         (NoiseFree, "steps,accuracy\n0,0.1\n100,0.6\n", "numbers loss"),
-        (NoiseFree, "", "numbers steps, loss"),
+        (NoiseFree, "", "has 0 lines"),
+        (NoiseFree, "steps,loss\n", "has 1 lines"),
+        (NoiseFree, "steps;loss\n0;5\n", "numbers steps, loss.*separate them by ','"),
+        (NoiseFree, "steps,loss\n0,5\n10\n", "2 columns, but 1 cells in a line, 10"),
+        (NoiseFree, "steps,loss\n0,\x005\xff", "is no table of text"),
     ],
 )
 def test_refused_tables(tmp_path, of, text, message):
     path = tmp_path / "table.csv"
-    path.write_text(text)
+    path.write_text(text, encoding="latin-1")
     with pytest.raises(Refused, match=message):
         of.read(path)

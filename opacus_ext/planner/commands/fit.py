@@ -9,9 +9,12 @@ from typing import Any, Dict, Sequence, Tuple
 import numpy as np
 
 from opacus_ext.accountants.calibration import calibrate as calibrated
+from opacus_ext.data.sampling import Poisson
+from opacus_ext.planner.budget import default_delta
 from opacus_ext.planner.commands.output import print_result
 from opacus_ext.planner.laws import LAWS, Law, private_rows
 from opacus_ext.planner.measurements import EXAMPLE, Measurements, read_table
+from opacus_ext.planner.noise import six_digits, verified_noise
 from opacus_ext.planner.optimum import optima
 from opacus_ext.planner.surface import (
     HoldOut,
@@ -33,9 +36,10 @@ def calibrate(args: argparse.Namespace) -> int:
     examples = args.records_per_user if args.sampling == "records" else 1
     cells = list(product(args.users, args.epsilon, args.batch_size, args.steps))
     for users, epsilon, batch, steps in progress(cells, "calibrating noise"):
-        noise = calibrated(
+        delta = args.delta or default_delta(users)
+        found = calibrated(
             epsilon,
-            args.delta,
+            delta,
             steps,
             batch,
             users,
@@ -43,11 +47,17 @@ def calibrate(args: argparse.Namespace) -> int:
             records_per_user=args.records_per_user,
             sampling=args.sampling,
         )
-        cell = dict(users=users, epsilon=epsilon, delta=args.delta)
+        noise = float(found.noise_multiplier)
+        if found.amplified and noise and args.sampling == "users":
+            spent = steps, epsilon, delta
+            drawn = Poisson(expected_batch_size=batch, steps=steps)
+            noise = verified_noise(noise, drawn, int(users), *spent)
+        noise = six_digits(noise)
+        cell = dict(users=users, epsilon=epsilon, delta=delta)
         cell |= dict(batch_size=batch, steps=steps)
-        rows.append(
-            {**cell, "sample_rate": batch / (users * examples), **noise._asdict()}
-        )
+        cell["sample_rate"] = batch / (users * examples)
+        cell["noise_multiplier"] = noise if args.json else repr(noise)
+        rows.append({**cell, "ratio": noise / batch, "amplified": found.amplified})
     print_result(rows, args.json)
     return 0
 

@@ -16,6 +16,8 @@ def run(args: argparse.Namespace) -> int:
     module = import_module(f"opacus_ext.planner.commands.{file}")
     try:
         return getattr(module, args.command)(args)
+    except BrokenPipeError:
+        raise
     except (OSError, ValueError, ArithmeticError) as error:
         print(f"{args.parser.prog}: error: {error}", file=sys.stderr)
         raise SystemExit(getattr(error, "status", 2)) from error

@@ -11,8 +11,10 @@ from __future__ import annotations
 import argparse
 import math
 import os
+import re
+import sys
 from pathlib import Path
-from typing import Any, Callable, Iterator, Optional, Sequence
+from typing import Any, Callable, Iterator, NoReturn, Optional, Sequence, Tuple
 
 EPILOG = {
     None: """examples:
@@ -29,18 +31,20 @@ EPILOG = {
 Each command tells more: opacus-ext plan --help""",
     "plan": """examples:
   a rule of thumb, without a loss; for masked language models the paper's law
-    opacus-ext plan --users 1e6 --epsilon 4 --flops 1e19
-    opacus-ext plan --users 1e6 --epsilon 4 --flops 1e19 --law paper
+    opacus-ext plan --users 1M --epsilon 4 --flops 1e19
+    opacus-ext plan --users 1M --epsilon 4 --gpu 8xh100 --hours 24 --law paper
   by the measurements of the package, or yours; of a configuration of yours
     opacus-ext plan --users 1e5,1e6 --epsilon 1,4,16 --measurements example --json
     opacus-ext plan --users 1e7 --epsilon 4 --measurements runs.jsonl \\
         --parameters 4e5 --batch-size 256 --steps 700
   an adapter, other ranks, what it costs; its loss, by a run without noise
-    opacus-ext plan --users 50000 --epsilon 8 --delta 1e-6 --parameters 6.7e9 \\
-        --trainable 4.2e6 --rank 8 --flops 1e19 --device-flops 3e14 --price 2.5 \\
+    opacus-ext plan --users 50k --epsilon 8 --delta 1e-6 --parameters 6.7B \\
+        --trainable 4.2M --rank 8 --gpu a100 --hours 24 --price 2.5 \\
         --noise-free run.csv
 
-A number is a list (1,4,16) where "lists" is said; a bound is LOW:HIGH, or one number.
+The plan is the cheapest whose loss is within 1 % of the best one's. Numbers may be
+written as 50k, 1.5M, 2B, 1e6 or 50,000. Where "lists" is said several are separated by
+commas (1,4,16); a bound is LOW:HIGH, or one number.
 A configuration of yours is planned where --parameters, --batch-size and --steps are one
 number each.""",
     "calibrate": """examples:
@@ -116,7 +120,7 @@ COMMANDS = {
 _BUDGET = """
 --users!               numbers 1 1e15    ; N, people; lists
 --epsilon!             numbers >0 1e6    ; of the whole run; lists
---delta=1e-8           number 1e-100 0.5 ; of the whole run
+--delta                number 1e-100 0.5 ; of the whole run; about 1 / users^1.1
 --records-per-user=1   whole 1           ; examples that a user has
 --sampling=users       {users,records}   ; what a step draws; users are always protected
 --amplification=lower  {lower,poisson,none} ; Poisson batches, fixed ones, or the better
@@ -129,6 +133,9 @@ OPTIONS = {
     "plan": _BUDGET
     + """
 --flops=inf            numbers >0        ; C, of the whole training; lists
+--gpu,--device-flops   gpu               ; "h100", "8xh100" or its FLOP/s: tells hours
+--gpus,--devices       whole 1 1e9       ; that share the work
+--hours                numbers >0 1e9    ; of the GPUs, in place of --flops; lists
 --tokens               whole 1 1e9       ; S of an example; of the measurements, or 512
 --measurements[FILE]   text              ; of "measure"; "example": of the package
 --law                  {surface,L1,L2,paper,rule} ; fitted to measurements, or without
@@ -139,11 +146,11 @@ OPTIONS = {
 --batch-size           whole-range 1     ; B, bounds, in examples
 --physical-batch-size=32 whole 1         ; examples that fit into memory at once
 --steps                whole-range 1     ; T, bounds
---device-flops         number 1 1e30     ; FLOP/s of a device at its peak: tells hours
---utilization          number >0 1      ; share of it that private training has, or 0.3
+--utilization          number >0 1      ; share of the peak that is used, or 0.3
 --price                number >0 1e9     ; of a device hour: tells what a run costs
---devices=1            whole 1 1e9       ; that share the work
 --trials               whole 2 1e4       ; tells the noise if the best of them is chosen
+--code=engine          {engine,trainer}  ; to print: of make_private or PrivateTrainer
+--plot[FILE]           text              ; draws plans by compute (.png, .pdf, .svg)
 """,
     "calibrate": _BUDGET
     + """
@@ -174,7 +181,7 @@ measurements           text              ; of "measure", a table (CSV), or "exam
 parameter
 """,
     "optimal": """
---flops!               numbers >0        ; C; lists
+--flops!               numbers 1e12 1e30 ; C, operations in all; lists
 """,
     "check": """
 target                 text              ; a folder of transformers, or module:function
@@ -286,8 +293,58 @@ def _problems_of_recommend(args: argparse.Namespace) -> Iterator[str]:
             yield "--load trains nothing: leave out --checkpoint, --save, --statement"
 
 
+#: Peak FLOP/s of GPUs, dense, in bfloat16 (float16 where they have none).
+GPUS = {
+    "t4": 65e12,
+    "v100": 125e12,
+    "a10": 125e12,
+    "a10g": 70e12,
+    "a40": 150e12,
+    "a100": 312e12,
+    "l4": 121e12,
+    "l40s": 362e12,
+    "h100": 989e12,
+    "h200": 989e12,
+    "b200": 2250e12,
+    "3090": 71e12,
+    "4090": 165e12,
+    "5090": 210e12,
+    "mi250x": 383e12,
+    "mi300x": 1307e12,
+}
+_SUFFIXES = {"k": "e3", "m": "e6", "b": "e9", "t": "e12"}
+_THOUSANDS = re.compile(r"\d{1,3}(,\d{3})+")
+
+
+def _gpu(text: str) -> Tuple[int, float]:
+    """A number of GPUs and the peak of one: "h100", "8xh100", "3e14"."""
+    many, name = re.findall(r"^(?:(\d+)\s*x)?(.*)$", text.lower().strip())[0]
+    name = re.sub("nvidia|geforce|rtx|amd|[ _-]", "", name)
+    try:
+        peak = GPUS.get(name) or _numbers("number", "1e6", "1e30")(name)
+        return _numbers("whole", "1", "1e9")(many or "1"), peak
+    except argparse.ArgumentTypeError:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is none of {', '.join(GPUS)}, nor its peak in FLOP/s, as 3e14"
+        ) from None
+
+
+def _split(text: str) -> Sequence[str]:
+    """The parts of a list; commas of thousands, as in 50,000, separate none."""
+    parts = text.split(",")
+    zeros = [part.startswith("0") for part in parts[1:]]
+    if not _THOUSANDS.fullmatch(text) or not any(zeros):
+        return parts
+    if not all(zeros):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} may be one number or several: write it without commas of "
+            "thousands, as 1500000 or 1.5M"
+        )
+    return [text]
+
+
 def _numbers(kind: str, low: str = "0", high: str = "inf") -> Callable[[str], Any]:
-    """A reader of a number, as "4", "1e6" or "inf", of a list or a range of them."""
+    """A reader of a number ("1e6", "50k", "50,000"), of a list or a range of them."""
     whole, above = kind.startswith("whole"), low.startswith(">")
     least, most = float(low.strip(">")), float(high)
     wanted = "a whole number" if whole else "a number"
@@ -295,8 +352,12 @@ def _numbers(kind: str, low: str = "0", high: str = "inf") -> Callable[[str], An
     wanted += "" if most == math.inf else f", at most {most:g}"
 
     def one(text: str) -> float:
+        plain = text.strip()
+        if _THOUSANDS.fullmatch(plain):
+            plain = plain.replace(",", "")
+        suffix = _SUFFIXES.get(plain[-1:].lower(), "")
         try:
-            value = float(text)
+            value = float(plain[:-1] + suffix if suffix else plain)
         except ValueError:
             value = math.nan
         fits = least <= value <= most and not (above and value == least)
@@ -311,7 +372,7 @@ def _numbers(kind: str, low: str = "0", high: str = "inf") -> Callable[[str], An
         return parts[0], parts[-1]
 
     def several(text: str) -> Sequence[float]:
-        return [one(part) for part in text.split(",")]
+        return [one(part) for part in _split(text)]
 
     if kind.endswith("range"):
         return ends
@@ -349,6 +410,8 @@ def _add(command: argparse.ArgumentParser, line: str) -> None:
         settings["action"] = argparse.BooleanOptionalAction
     elif kind == "append":
         settings |= dict(action="append", default=[])
+    elif kind == "gpu":
+        settings["type"] = _gpu
     elif kind == "hold-out":
         settings |= dict(type=_hold_out, action="append", default=[])
     elif kind == "words":
@@ -358,12 +421,23 @@ def _add(command: argparse.ArgumentParser, line: str) -> None:
     command.add_argument(*name.strip("!").split(","), **settings)
 
 
+class _Parser(argparse.ArgumentParser):
+    """A parser whose errors are short, and end with an example."""
+
+    def error(self, message: str) -> NoReturn:
+        example = re.search(r"^ *(opacus-ext .*?)(  |$)", self.epilog or "", re.M)
+        lines = [f"{self.prog}: error: {message}"]
+        if example:
+            lines.append(f"For example: {example[1]}")
+        self.exit(2, "\n".join([*lines, f"All options: {self.prog} --help\n"]))
+
+
 def build_parser() -> argparse.ArgumentParser:
     """The parser of ``opacus-ext``; parsed arguments name their command."""
     raw: Any = dict(formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser = argparse.ArgumentParser(prog="opacus-ext", epilog=EPILOG[None], **raw)
+    parser = _Parser(prog="opacus-ext", epilog=EPILOG[None], **raw)
     parser.add_argument("--version", action="version", version=_version())
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     for name, (_, text) in COMMANDS.items():
         about: Any = dict(help=text, description=text, epilog=EPILOG[name])
         command = commands.add_parser(name, **about, **raw)
@@ -382,12 +456,29 @@ def _version() -> str:
 
 def parse(argv: Optional[Sequence[str]] = None) -> argparse.Namespace:
     """The arguments of a command, or an exit with help (0) or an error (2)."""
-    args = build_parser().parse_args(argv)
+    parser = build_parser()
+    args = parser.parse_args(argv)
+    if args.command is None:
+        parser.print_help()
+        parser.exit(2)
     for problem in _problems(args):
         args.parser.error(problem)
     if args.command == "recommend":
         _fill_recommend(args)
     return args
+
+
+def until_nobody_reads(command: Callable[[], int]) -> int:
+    """Runs a command whose output may be cut off, as by ``| head``, and flushes it."""
+    try:
+        try:
+            return command()
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        # What is left in the buffer would be reported when Python ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
 
 
 def needs_torch(args: argparse.Namespace) -> bool:
@@ -432,9 +523,15 @@ def _problems_of_plan(args: argparse.Namespace) -> Iterator[str]:
         yield "--noise-free goes without --measurements and --law"
     if args.rank and args.trainable is None:
         yield "--rank needs --trainable, the parameters of adapters of this rank"
-    cost = args.price or args.devices > 1 or args.utilization
-    if cost and args.device_flops is None:
-        yield "--price, --devices and --utilization need --device-flops"
+    if args.gpu is None and (args.hours or args.price or args.gpus or args.utilization):
+        yield "--hours, --gpus, --price and --utilization need --gpu, such as h100"
+    elif args.gpu and args.gpu[0] > 1 and args.gpus:
+        yield "--gpu and --gpus both tell a number of GPUs"
+    if args.hours and args.flops != [math.inf]:
+        yield "--hours and --flops both bound the compute: give one of them"
+    fixed = args.amplification == "none"
+    if args.code == "trainer" and (fixed or args.sampling == "records"):
+        yield "--code trainer is of Poisson samples of users, not of records"
     if law and bool(fitted) == (law in ("paper", "rule")):
         yield (
             "--law surface, L1 and L2 are fitted to --measurements, paper and rule go "

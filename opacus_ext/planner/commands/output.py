@@ -80,8 +80,9 @@ def show(value: Any) -> str:
 
 
 def show_table(rows: Sequence[Dict[str, Any]]) -> str:
-    """Rows of equal keys, a column for each key."""
+    """Rows of equal keys, a column for each key of which any value is known."""
     if not rows:
         return ""
-    shown = [[show(value) for value in row.values()] for row in rows]
-    return text_table(list(rows[0]), shown, right=True)
+    known = [name for name in rows[0] if any(row[name] is not None for row in rows)]
+    shown = [[show(row[name]) for name in known] for row in rows]
+    return text_table(known, shown, right=True)

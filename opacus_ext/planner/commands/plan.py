@@ -22,6 +22,7 @@ _OF_BUDGET = (
     "delta parameters trainable batch_size steps records_per_user sampling "
     "amplification physical_batch_size"
 ).split()
+WITHIN = 0.01  # of the best loss; the last per cent is dear
 Row = Dict[str, Any]
 
 
@@ -30,26 +31,44 @@ def plan(args: argparse.Namespace) -> int:
     law, notes = _law(args)
     hopeless: List[HopelessError] = []
     plans: List[Plan] = []
+    tables: List[Candidates] = []
     rows: List[Row] = []
     common = _fields(args, " ".join(_OF_BUDGET))
     common["tokens"] = args.tokens or law.tokens or 512
+    if args.code == "trainer":  # it draws no fixed batches
+        common["amplification"] = "poisson"
+    device, computes = _device(args), args.flops
+    if device and args.hours:
+        computes = [device.work(hours) for hours in args.hours]
     for users, epsilon in product(args.users, args.epsilon):
         table = Candidates(Budget(users=users, epsilon=epsilon, **common), law)
-        for flops in args.flops:
+        for flops in computes:
             try:
-                plans.append(table.best(flops))
-                rows.append(_row(args, table, plans[-1]))
+                best = table.best(flops, WITHIN)
+                rows.append(_row(args, device, table, best))
+                plans.append(best)
+                tables.append(table)
             except HopelessError as error:
                 hopeless.append(error)
     if not plans:
         raise hopeless[0]
+    if args.plot:
+        from opacus_ext.planner.commands.plot import draw
+
+        draw(args.plot, plans, tables)
     notes += dict.fromkeys(map(str, hopeless))
     if len(rows) > 1 and (args.rank or args.trials) and not args.json:
         notes.append("Of several budgets ranks and trials are in --json.")
-    if args.delta * max(args.users) > 1:
+    if args.delta and args.delta * max(args.users) > 1:
         notes.append(
             f"delta={args.delta:g} is more than one in {max(args.users):g} users; a "
             "smaller one is usual."
+        )
+    if device and not args.utilization:
+        notes.append(
+            f"Hours are at {device.utilization:.0%} of the peak, {device.flops:.3g} "
+            "FLOP/s. Small models and batches use less: time a step of yours, and add "
+            "--utilization."
         )
     notes += dict.fromkeys(caveat for plan in plans for caveat in plan.caveats)
     if any(p.steps > law.measured_to(p.trainable, p.ratio) for p in plans):
@@ -61,6 +80,11 @@ def plan(args: argparse.Namespace) -> int:
         result |= {"warnings": law.warnings, "plans": rows}
     elif len(rows) == 1:
         result |= _for_people(plans[0], rows[0])
+        if args.code == "trainer":
+            result["code"] = plans[0].trainer_code()
+        else:
+            hint = "# For PrivateTrainer of transformers: add --code trainer\n"
+            result["code"] = hint + plans[0].code()
     else:
         result["plans"] = [_in_short(row) for row in rows]
     print_result(result, args.json)
@@ -95,12 +119,27 @@ def _fields(source: object, names: str) -> Row:
     return {name: getattr(source, name) for name in names.split()}
 
 
-def _row(args: argparse.Namespace, table: Candidates, plan: Plan) -> Row:
+def _device(args: argparse.Namespace) -> Optional[Device]:
+    if args.gpu is None:
+        return None
+    count, peak = args.gpu
+    return Device(peak, args.utilization or 0.3, args.price, args.gpus or count)
+
+
+def _row(
+    args: argparse.Namespace, device: Optional[Device], table: Candidates, plan: Plan
+) -> Row:
     """A plan with all that belongs to it, for JSON."""
-    flops, most = plan.budget.flops, table.saturating()
+
+    def cost(other: Plan) -> Optional[Row]:
+        return device.cost(other.flops)._asdict() if device else None
+
+    flops, most = plan.budget.flops, table.saturating(WITHIN)
     saturating = _fields(most, "flops loss parameters batch_size steps ends")
     of_rank = "trainable batch_size steps noise_multiplier noise_norm loss"
-    ranks = args.rank and table.by_rank(args.rank, flops)
+    ranks = args.rank and table.by_rank(args.rank, flops, WITHIN)
+    others = [plan, *table.by_batch_size(flops, within=0.05, most=8)]
+    shown = "parameters batch_size steps loss advantage"
     doubling = {
         "loss": table.doubled_loss(flops),
         "noise_batch_ratio": plan.doubled_noise(),
@@ -108,29 +147,21 @@ def _row(args: argparse.Namespace, table: Candidates, plan: Plan) -> Row:
     return {
         **plan.as_dict(),
         "near_optimal": asdict(table.near(flops)),
-        "saturating": {**saturating, "cost": _cost(args, most)},
-        "cost": _cost(args, plan),
+        "saturating": {**saturating, "cost": cost(most)},
+        "cost": cost(plan),
         "ranks": ranks
         and [
-            {"rank": rank, **_fields(other, of_rank), **(_cost(args, other) or {})}
+            {"rank": rank, **_fields(other, of_rank), **(cost(other) or {})}
             for rank, other in ranks.items()
         ],
         "doubling": doubling,
         "not_private": table.not_private(plan.flops),
         "same_epsilon": [
-            _fields(other, "parameters batch_size steps loss advantage")
-            for other in table.by_batch_size(flops, within=0.05, most=9)
+            {**_fields(other, shown), "times_the_compute": other.flops / plan.flops}
+            for other in others
         ],
         "trials": args.trials and _search(args.trials, plan),
     }
-
-
-def _cost(args: argparse.Namespace, plan: Plan) -> Optional[Row]:
-    if args.device_flops is None:
-        return None
-    share = args.utilization or 0.3
-    device = Device(args.device_flops, share, args.price, args.devices)
-    return device.cost(plan.flops)._asdict()
 
 
 def _search(trials: int, plan: Plan) -> Any:
@@ -146,7 +177,9 @@ def _for_people(plan: Plan, row: Row) -> Row:
     budget, enough, near = plan.budget, {**row["saturating"]}, {**row["near_optimal"]}
     del near["count"]
     ends = ", ".join(f"{k} at the {v} end" for k, v in enough.pop("ends").items())
-    if ends:
+    if enough["flops"] <= plan.flops:
+        enough = {}  # this plan is enough
+    elif ends:
         enough["or more"] = f"as {ends} of its range"
     limits = _fields(budget, "users epsilon delta flops tokens").items()
     unit = "token" if budget.tokens > 1 else "record"
@@ -162,7 +195,7 @@ def _for_people(plan: Plan, row: Row) -> Row:
         "parameters": f"{plan.parameters:,}" + trained * (budget.trainable is not None),
         "batch size": f"{plan.batch_size:,} ({way}), in {parts}",
         "steps": plan.steps,
-        "compute": f"{plan.flops:.3g} FLOPs",
+        "compute": f"{plan.flops:.3g} FLOPs, the least within 1 % of the lowest loss",
         "tokens a parameter": plan.tokens_per_parameter,
         "noise multiplier": repr(row["make_private"]["noise_multiplier"]),
         "noise-batch ratio": f"{show(plan.ratio)} (norm of the noise "
@@ -176,10 +209,9 @@ def _for_people(plan: Plan, row: Row) -> Row:
         "loss with double the": {k: f"{-100 * x:.2g} %" for k, x in losses.items()},
         "noise with double the": {k: f"1/{1 + x:.3g}" for k, x in noises.items()},
         "without privacy": row["not_private"],
-        "other batch sizes of equal epsilon and compute": row["same_epsilon"],
+        "this plan, and the lowest loss of other batch sizes": row["same_epsilon"],
         "adapters of other ranks, same compute": row["ranks"],
         "noise of each run, if one of several is chosen": row["trials"],
-        "code": plan.code(),
     }
 
 
