@@ -33,6 +33,12 @@ _REMEDY = (
     "Change each record by itself, in __getitem__ of the data set; "
     "check_per_sample_gradients(model, batch, step=step) tries your loop."
 )
+# Where these are read, nothing may tell of the records that were drawn.
+_MIXED = (
+    "rows of its input are made of two records of the batch, as by mixup or cutmix: "
+    f"{_REMEDY}"
+)
+_CENTERED = f"its input has a mean of zero over each batch: {_REMEDY}"
 
 
 # -- what was drawn --------------------------------------------------------------------
@@ -201,10 +207,11 @@ def find_mixed(rows: Array, records: Array, rounding: float = 1e-4) -> str | Non
     if not (np.isfinite(rows).all() and np.isfinite(records).all()):
         return None
     if _are_centered(rows, rounding) and not _are_centered(records, 0.01):
-        return f"its input has a mean of zero over each batch: {_REMEDY}"
-    mixed = []
+        return _CENTERED
+    mixed = 0
     for row in np.unique(np.linspace(0, len(rows) - 1, _ROWS).astype(int)):
-        if _remainder(rows[row], records[row]) <= rounding:
+        # What rounding may have made tells nothing.
+        if _remainder(rows[row], records[row]) <= 10 * rounding:
             continue
         if len(np.unique(rows[row])) < _EVIDENCE and len(rows[row]) < 8 * _EVIDENCE:
             return None
@@ -213,14 +220,10 @@ def find_mixed(rows: Array, records: Array, rounding: float = 1e-4) -> str | Non
             other = _pasted(rows[row], records, row, rounding)
         if other is None:
             return None
-        mixed.append((int(row), other))
-    if len(mixed) < 2:  # one may be chance
-        return None
-    row, other = mixed[0]
-    return (
-        f"row {row} of its input is made of records {row} and {other} of the batch, as "
-        f"by mixup or cutmix: {_REMEDY}"
-    )
+        # Another record alone is one, too: the loop may have changed their order.
+        mixed += _remainder(rows[row], records[other]) > rounding
+    # One may be chance.
+    return _MIXED if mixed > 1 else None
 
 
 def _are_centered(rows: Array, rounding: float) -> bool:
@@ -262,9 +265,7 @@ def _added(row: Array, records: Array, own: int, rounding: float) -> int | None:
     other = int(errors.argmin())
     if errors[other] > rounding * np.linalg.norm(rest):
         return None
-    # It may be the other record alone, in another order.
-    alone = _remainder(row, records[other])
-    return other if alone > rounding else None
+    return other
 
 
 def _pasted(row: Array, records: Array, own: int, rounding: float) -> int | None:
