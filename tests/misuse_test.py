@@ -408,7 +408,7 @@ WARNED = {
         "divided by 4",
     ),
     "views": (in_loop("ghost_bk", views), "samples, where 8 records.*RecordModel"),
-    "raw loader": (in_loop("ghost_bk", loop("whole", "whole")), "use another one"),
+    "raw loader": (in_loop("ghost_bk", loop("whole", "whole")), "go over the returned one"),
 }
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import warnings
 from contextlib import suppress
-from typing import Any, List, Optional, Sequence, Union
+from typing import Any, Callable, List, Optional, Sequence, Union
 
 import numpy as np
 import torch
@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from opacus_ext.checks.leaks import first_leak
 from opacus_ext.checks.report import Cell, PerSampleGradientReport
+from opacus_ext.checks.step import Step, StepCheck
 from opacus_ext.checks.subject import (
     LossFn,
     PrivateStep,
@@ -43,15 +44,19 @@ _INVALID = "no per-sample clipping is valid for this model"
 def check_per_sample_gradients(
     model: nn.Module,
     batch: Any,
-    loss_fn: Union[nn.Module, LossFn],
+    loss_fn: Union[nn.Module, LossFn, None] = None,
     modes: Sequence[str] = ("hooks", "ghost", "ghost_bk"),
     *,
+    step: Optional[Step] = None,
+    collate_fn: Optional[Callable[[List], Any]] = None,
     dtype: Optional[torch.dtype] = torch.float64,
     verbose: bool = True,
 ) -> PerSampleGradientReport:
     """
     Compares each mode's clipped gradients with every sample run alone, and finds losses
-    that depend on other samples, in the batch or in the batch before.
+    that depend on other samples, in the batch or in the batch before. With ``step`` it
+    tries the body of your own loop, where mixup, in-batch negatives or weights counted
+    in the batch may stand outside of model and loss.
 
     The model, its gradients, its buffers, its train/eval modes and torch's random state
     stay as they are, also after an error. The copies are in training mode if the model
@@ -66,18 +71,25 @@ def check_per_sample_gradients(
             that no other tensor begins with
         loss_fn: ``loss_fn(model, batch)`` returns losses ``[B]``; or a criterion, with
             a batch of ``(*inputs, target)``, whose values are averaged in each sample
-            (summed for ``reduction="sum"``)
+            (summed for ``reduction="sum"``). None: only ``step`` is tried
         modes: values of ``grad_sample_mode``
+        step: ``step(batch)`` computes a loss with this model as your loop does, and
+            calls ``backward()``, without ``optimizer.step()``. It is called 50 times,
+            with half of at most 16 records, and must keep nothing
+        collate_fn: of your loader, for ``step``; ``batch`` is a list of records then,
+            ``[dataset[i] for i in range(16)]``
         dtype: of the copies and of the floating-point tensors in the batch; ``None``,
-            or a model that does not run in it, leaves them as they are
+            or a model that does not run in it, leaves them as they are. The step runs
+            as it is
         verbose: print the report
 
     Returns:
         the report; ``ok`` is True if all is right
 
     Raises:
-        Refused: if the model has no trainable parameter or is private already, or
-            ``loss_fn`` does not give one loss per sample
+        Refused: if the model has no trainable parameter or is private already, if
+            ``loss_fn`` does not give one loss per sample, or if ``step`` leaves no
+            gradient
         Exception: the model's own error on the batch. An error in a mode is reported as
             "refused" instead
 
@@ -91,18 +103,44 @@ def check_per_sample_gradients(
         (True, [])
     """
     _refuse_model(model)
+    if loss_fn is None and step is None:
+        raise Refused(
+            "There is neither loss_fn nor step to check.",
+            parameter="loss_fn",
+            remedy="Pass a criterion, or loss_fn(model, batch) that gives losses [B]; "
+            "or step=, the body of your loop up to backward().",
+        )
+    if loss_fn is not None:
+        whole = batch if collate_fn is None else collate_fn(batch)
+        report = _check_losses(model, whole, loss_fn, modes, dtype)
+    else:
+        report = _report_of(_dtype_of(model))
+    if step is not None:
+        tolerance = 10 * _TOLERANCES.get(_dtype_of(model), 5e-3)
+        StepCheck(model, batch, step, collate_fn).report(report, tolerance)
+    if verbose:
+        print(report)
+    return report
+
+
+def _check_losses(
+    model: nn.Module,
+    batch: Any,
+    loss_fn: Union[nn.Module, LossFn],
+    modes: Sequence[str],
+    dtype: Optional[torch.dtype],
+) -> PerSampleGradientReport:
+    """Compares losses and modes with every sample run alone."""
     names = [name for name, p in model.named_parameters() if p.requires_grad]
     on_cuda = any(p.is_cuda for p in model.parameters())
     devices = range(torch.cuda.device_count()) if on_cuda else []
     with torch.random.fork_rng(devices), torch.enable_grad():
         subject = Subject(model, batch, loss_fn, dtype)
-        lowest = _lowest_dtype(subject)
-        report = PerSampleGradientReport(
-            cells={name: {mode: Cell("not run") for mode in modes} for name in names},
-            modes=tuple(modes),
-            tolerance=_TOLERANCES.get(lowest, 5e-2),
-            dtype=lowest,
-        )
+        report = _report_of(_lowest_dtype(subject))
+        report.modes = tuple(modes)
+        report.cells = {
+            name: {mode: Cell("not run") for mode in modes} for name in names
+        }
         _find_randomness(subject, report)
         if not report.random:
             truth = _samples_alone(subject, report)
@@ -111,9 +149,16 @@ def check_per_sample_gradients(
                 _compare_modes(subject, report, truth)
             if report.cross_sample:
                 report.leaks.append(first_leak(subject))
-    if verbose:
-        print(report)
     return report
+
+
+def _report_of(dtype: torch.dtype) -> PerSampleGradientReport:
+    """Returns the report of a model that computes in a dtype."""
+    return PerSampleGradientReport({}, (), _TOLERANCES.get(dtype, 5e-2), dtype)
+
+
+def _dtype_of(model: nn.Module) -> torch.dtype:
+    return next(p.dtype for p in model.parameters() if p.requires_grad)
 
 
 def find_leaks(
@@ -190,7 +235,7 @@ def _refuse_model(model: nn.Module) -> None:
 
 def _lowest_dtype(subject: Subject) -> torch.dtype:
     """The least exact dtype in the graph of the losses, and of the parameters."""
-    dtype = next(p.dtype for p in subject.model().parameters() if p.requires_grad)
+    dtype = _dtype_of(subject.model())
     nodes: List[Any] = [subject.losses.grad_fn]
     seen = {None, *nodes}
     for node in filter(None, nodes):  # more are added on the way

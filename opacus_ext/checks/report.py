@@ -47,7 +47,7 @@ class PerSampleGradientReport:
     """The result of :func:`check_per_sample_gradients`; ``str()`` of it is a table.
 
     Attributes:
-        cells: ``cells[parameter name][mode]``
+        cells: ``cells[parameter name][mode]``; empty if only a step was tried
         modes: the modes that were checked, in the order of the columns
         tolerance: the largest relative error that counts as equal
         dtype: the least exact floating-point type that the model computed in
@@ -96,7 +96,9 @@ class PerSampleGradientReport:
 
     def __str__(self) -> str:
         rows = [[name, *map(str, row.values())] for name, row in self.cells.items()]
-        lines = [text_table(["parameter", *self.modes], rows, rule=True)]
+        lines = []
+        if rows:
+            lines.append(text_table(["parameter", *self.modes], rows, rule=True))
         lines += [f"! {finding}" for finding in (*self.findings, *self.leaks)]
         lines += [f"! {mode} refused: {text}" for mode, text in self.refused.items()]
         if self._with("factor"):
@@ -104,8 +106,12 @@ class PerSampleGradientReport:
                 "! factor: the gradient itself is right; the norm over all parameters "
                 "that it is clipped by is not"
             )
-        lines.append(
-            f"{'ok' if self.ok else 'NOT ok'}: max_grad_norm {self.max_grad_norm:.3g}, "
-            f"{str(self.dtype).removeprefix('torch.')}, tolerance {self.tolerance:.0e}"
-        )
+        last = "ok" if self.ok else "NOT ok"
+        if rows:
+            kind = str(self.dtype).removeprefix("torch.")
+            last += f": max_grad_norm {self.max_grad_norm:.3g}, {kind}, "
+            last += f"tolerance {self.tolerance:.0e}"
+        elif self.ok:
+            last += ": no record changes what others add to the gradient of the step"
+        lines.append(last)
         return "\n".join(lines)

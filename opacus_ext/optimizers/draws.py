@@ -19,9 +19,11 @@ _AGAIN = (
     "A step had no new draw of make_private's loader (itertools.cycle of it, a list "
     "of its batches, a seed in the loop, another loader)."
 )
-_RAW = (
-    "Steps are taken, but no batch from the loader that make_private has returned: the "
-    "loop seems to use another one, and epsilon does not hold for that."
+#: Why epsilon may not hold if no batch was taken from the loader.
+NOT_TAKEN = (
+    "A step is taken, but no batch from the loader that make_private has returned. If "
+    "the loop goes over the loader that make_private was given, or over another one, "
+    "epsilon does not hold: go over the returned one."
 )
 _OF_ANOTHER = (
     "A step was taken on records that were drawn with probability {theirs:g} each, and "
@@ -139,6 +141,10 @@ class DrawCounter:
             return None
         return Spent(rate, _OF_ANOTHER.format(theirs=rate, own=self.rate))
 
+    def is_first_without(self, draws: Collection[Draw]) -> bool:
+        """Returns True if a step is taken before any batch, which may be a try."""
+        return self.rate is not None and self._is_own(draws) and not self.taken
+
     def _is_own(self, draws: Collection[Draw]) -> bool:
         """Returns False for a step on records that other loaders drew."""
         return not draws or any(x.counter is self for x in draws)
@@ -151,7 +157,7 @@ class DrawCounter:
         if self.steps == self.taken:
             return None
         if not self.taken:
-            return Spent(None, _RAW)
+            return Spent(None, NOT_TAKEN)
         return Spent(1.0, _AGAIN, 1 if self._is_over else 2)
 
     def spend(self, draws: Collection[Draw]) -> Optional[str]:

@@ -30,6 +30,11 @@ from torch.utils.data import (
 from opacus_ext.data.draws import Counted, Draws
 from opacus_ext.data.logical import seeded
 from opacus_ext.grad_sample.adapter.inputs import InputReader
+from opacus_ext.grad_sample.adapter.mixing import (
+    Sent,
+    entries_of_batch,
+    entries_of_records,
+)
 from opacus_ext.grad_sample.adapter.passes import Passes, mark
 from opacus_ext.ledger import ledger_of, note_broken
 from opacus_ext.optimizers.draws import DrawCounter, state_of
@@ -44,15 +49,17 @@ from opacus_ext.views import StandIn
 class CountingCollate:
     """
     A collate function that counts the drawn records for a private model, outside of
-    worker processes. It also makes batches without records that Opacus's collate
-    function can't make: if the first draw is empty, or if batches contain other things
-    than tensors. Their form is that of a batch of record 0.
+    worker processes, and keeps some entries of batches 1, 2, 4, 8, ..., with which the
+    model's inputs are compared. It also makes batches without records that Opacus's
+    collate function can't make: if the first draw is empty, or if batches contain other
+    things than tensors. Their form is that of a batch of record 0.
 
     Args:
         collate: the loader's own collate function
         dataset: the data set that records are drawn from
         inputs: the private model's reader of inputs
         counter: of the loader, whose draws the batches are marked with
+        key: of the monitor of the model's inputs, which a worker process names
     """
 
     def __init__(
@@ -61,17 +68,26 @@ class CountingCollate:
         dataset: Any,
         inputs: Optional[InputReader] = None,
         counter: Optional[DrawCounter] = None,
+        key: int = -1,
     ):
         self.collate: Any = collate
-        self.dataset, self.counter = dataset, counter
+        self.dataset, self.counter, self.key = dataset, counter, key
+        self._batches = 0
         self._inputs = weakref.ref(inputs) if inputs is not None else lambda: None
 
     def __call__(self, records: List) -> Any:
-        batch = self._collated(records)
-        if get_worker_info() is not None:
-            return batch
+        self._batches += 1
         inputs, size = self._inputs(), len(records)
+        # Comparing waits for the device: only batches 1, 2, 4, 8, ... are compared.
+        is_compared = size > 1 and self._batches & (self._batches - 1) == 0
+        entries = entries_of_records(records) if is_compared else []
+        batch = self._collated(records)
+        if is_compared:
+            entries += entries_of_batch(batch, size)
+        if get_worker_info() is not None:
+            return Sent(batch, self.key, entries) if entries else batch
         if inputs is not None:
+            inputs.mixing.add(entries)
             inputs.ones = inputs.ones or size > 1 and _has_ones(batch)
         if self.counter is not None:
             self.counter.sizes.append(size)
@@ -132,7 +148,7 @@ class CountingCollate:
         )
 
     def __reduce__(self) -> Any:  # worker processes need the loader's own
-        return CountingCollate, (self.collate, self.dataset)
+        return CountingCollate, (self.collate, self.dataset, None, None, self.key)
 
 
 def _has_ones(batch: Any) -> bool:
@@ -177,7 +193,7 @@ def watch_loader(
     batches: Any = loader.batch_sampler
     counter = DrawCounter(optimizer, _rate_of(batches))
     optimizer.draws = passes.counter = counter
-    given = loader.collate_fn, loader.dataset, inputs, counter
+    given = loader.collate_fn, loader.dataset, inputs, counter, inputs.mixing.key
     loader.collate_fn = CountingCollate(*given)
     ahead = loader.num_workers * (loader.prefetch_factor or 0)
     optimizer.ahead = optimizer.ahead_of_workers = ahead

@@ -40,8 +40,9 @@ from opacus_ext.grad_sample.adapter.passes import Passes
 from opacus_ext.grad_sample.core.clip import ClippedSum
 from opacus_ext.grad_sample.factors import GradSample
 from opacus_ext.ledger import note_beside, note_broken
+from opacus_ext.optimizers.draws import NOT_TAKEN
 from opacus_ext.optimizers.noise import NoisyOptimizer, divide, on_this_process
-from opacus_ext.refused import Refused
+from opacus_ext.refused import Refused, warn_once
 
 
 class _Unfinished(NamedTuple):
@@ -222,7 +223,10 @@ class ClippingOptimizer(NoisyOptimizer):
         self.spent = None
         if self.draws is None or self._check_skip_next_step(pop_next=False):
             return
-        spent = self.spent = self.draws.look(self._passes.draws())
+        draws = self._passes.draws()
+        if self.draws.is_first_without(draws):
+            warn_once(self, NOT_TAKEN, NOT_TAKEN)
+        spent = self.spent = self.draws.look(draws)
         if spent and spent.rate is not None and self.correlated is not None:
             raise Refused(
                 "A draw that a step was taken on has come back, and correlated noise "
@@ -242,7 +246,10 @@ class ClippingOptimizer(NoisyOptimizer):
             if reason is not None:
                 note_beside(self, "alike", reason)
         if self.spent is not None:
-            note_broken(self, "draws", self.spent.reason)
+            reason = self.spent.reason
+            # That no batch was taken was told at the first step.
+            key = reason if reason == NOT_TAKEN else "draws"
+            note_broken(self, key, reason)
         self._passes.forget(kept=True)
 
     def step(self, closure: Optional[Any] = None) -> Optional[float]:

@@ -224,11 +224,12 @@ def test_a_warning_is_in_the_statement(loop, tmp_path):
 
 
 def test_a_run_that_never_takes_from_its_loader():
-    """One step is a smoke test."""
+    """One step may be a smoke test. It is told of, and the guarantee holds yet."""
     run, raw = Run(), DataLoader(TensorDataset(torch.randn(40, 3)), 10)
-    assert run.train(1, loader=raw).stated["holds"] == "yes"
     with pytest.warns(UserWarning, match="no batch from the loader"):
-        run.train(3, loader=raw)
+        run.train(1, loader=raw)
+    assert run.stated["holds"] == "yes"
+    run.train(3, loader=raw)
     assert run.stated["holds"] == "no" and run.stated["epsilon"] is None
     assert run.stated["steps"] == 4  # and trains as with Opacus
 

@@ -18,6 +18,7 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from opacus_ext.grad_sample.adapter import advice
+from opacus_ext.grad_sample.adapter.mixing import MixingMonitor
 from opacus_ext.grad_sample.adapter.objects import PLAIN
 from opacus_ext.grad_sample.adapter.outputs import flatten
 from opacus_ext.grad_sample.adapter.passes import Doubt, Draw, draw_of
@@ -102,6 +103,7 @@ class InputReader:
         ones: True if the loader's batches of several records have tensors [1, ...]
         most: the largest batch that it drew; None if unknown
         states: pairs (layers, width) of the hidden states of recurrent layers
+        mixing: compares inputs with the records that were drawn
     """
 
     def __init__(
@@ -116,6 +118,7 @@ class InputReader:
         self.batch_dim = batch_dim
         self.take = take
         self.shared = set(shared)
+        self.mixing = MixingMonitor()
         self.drawn: Sequence[int] = ()
         self.most: int | None = None
         self.ones = False

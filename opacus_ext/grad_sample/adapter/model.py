@@ -35,6 +35,7 @@ from opacus_ext.grad_sample.core.group import SampleGroup
 from opacus_ext.grad_sample.core.groups import Samples, in_groups
 from opacus_ext.grad_sample.core.values import memory
 from opacus_ext.grad_sample.core.vmap import cache_kept, checkpoint_around
+from opacus_ext.ledger import note_broken
 from opacus_ext.private_torch import is_batched, set_compiler, skip, tree_map_only
 from opacus_ext.refused import ProcessFailure, Refused, warn_once
 
@@ -336,6 +337,8 @@ class PrivateModel:
             with self.telling("forward pass"), self._kept():
                 self.check_hooks()
                 inputs = self.inputs.read(args, self._of_samples(kwargs))
+                if self.inputs.mixing.drawn:
+                    self._look_for_mixing((args, kwargs))
                 record = self.record_type(self, inputs, forward)
                 if settings and self._can_compile(settings, inputs, module):
                     run = self._inner()._call_impl
@@ -372,6 +375,12 @@ class PrivateModel:
             " Checkpoints inside its forward do.",
         )
         return saved_tensors_hooks(_as_it_is, _as_it_is)
+
+    def _look_for_mixing(self, inputs: Any) -> None:
+        """Warns of inputs whose rows are made of several records of a draw."""
+        found = self.inputs.mixing.look(inputs)
+        if found is not None and self.optimizer is not None:
+            note_broken(self.optimizer, "mixing", f"{self.describe()}: {found}")
 
     def _of_samples(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         """Leaves out the number of tokens in the batch that the Trainer passes."""
