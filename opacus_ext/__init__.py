@@ -37,7 +37,24 @@ from opacus_ext.re_attention import ErrorTracker, track_errors
 from opacus_ext.refused import Refused
 from opacus_ext.registry import register, unregister
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # __getattr__ imports these
+    from opacus_ext import (
+        accountants,
+        audit,
+        checks,
+        data,
+        distributed,
+        layers,
+        lightning,
+        losses,
+        models,
+        optimizers,
+        re_attention,
+        releases,
+        secure,
+        statement,
+        trainer,
+    )
     from opacus_ext.trainer import PrivacyArguments, PrivateTrainer
 
 __version__ = "0.1.0"

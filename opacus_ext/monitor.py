@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from opacus_ext.grad_sample.factors import norm_of_each
 from opacus_ext.grad_sample.parallel.sharding import group_of
 from opacus_ext.optimizers.optimizer import ClippingOptimizer
-from opacus_ext.refused import Refused
+from opacus_ext.refused import Refused, check_argument, check_number
 from opacus_ext.secure import with_noise
 
 # In units of C. One bin an octave: few bins have little noise.
@@ -69,13 +69,16 @@ class Monitor:
         share: float = 0.01,
     ):
         _check_optimizer(optimizer)
-        for name, value in ("share", share), ("delta", 0.5 if delta is None else delta):
-            if not 0 < value < 1:
-                raise Refused(
-                    f"Monitor got {name}={value}.",
-                    parameter=name,
-                    remedy=f"Pass a {name} between 0 and 1.",
-                )
+        check_argument(
+            "engine",
+            engine,
+            isinstance(engine, PrivacyEngine),
+            "a PrivacyEngine",
+            "Give the engine whose make_private has made the optimizer.",
+        )
+        check_number("share", share, below=1)
+        if delta is not None:
+            check_number("delta", delta, below=1)
         self.engine, self.optimizer = engine, optimizer
         self.delta, self.share = delta, share
         self._reset()

@@ -31,9 +31,8 @@ from opacus_ext.data.logical import LogicalBatches, PhysicalBatch, derive_seed
 from opacus_ext.data.sampling import Sampling
 from opacus_ext.grad_sample.modes.common import Attachment, private_model_of
 from opacus_ext.ledger import ledger_of
-from opacus_ext.misuse import check_number
 from opacus_ext.optimizers.optimizer import ClippingOptimizer
-from opacus_ext.refused import Refused
+from opacus_ext.refused import Refused, check_number
 
 
 def check_budget(

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from typing import Any, List, Optional
 
 from opacus_ext.clipping import CLIPPINGS
-from opacus_ext.misuse import check_number
 from opacus_ext.private_training import check_budget
 from opacus_ext.refused import Refused
 from opacus_ext.registry import MODES
