@@ -64,8 +64,8 @@ def cross_entropy(
         tensor([2.7726, 1.3863])
     """
     _check_reduction(reduction)
-    for name, value in ("logits", logits), ("labels", labels):
-        _check_tensor(name, value)
+    _check_tensor("logits", logits, "Give the tensor itself, such as output.logits.")
+    _check_tensor("labels", labels)
     if logits.dim() < 2 or logits.shape[:-1] != labels.shape:
         raise Refused(
             "cross_entropy takes logits [B, ..., V] and labels [B, ...], got shapes "
@@ -117,7 +117,8 @@ class PerSample(nn.Module):
 
 
 def _weighted(losses: T, weights: T | None) -> T:
-    _check_tensor("losses", losses)
+    by_model = "If the model computes them itself, take model_losses(model, batch) of "
+    _check_tensor("losses", losses, by_model + "opacus_ext.losses.")
     if losses.dim() != 1:
         raise Refused(
             f"PerSample takes one loss a sample, [B], got shape {tuple(losses.shape)}.",
@@ -211,16 +212,22 @@ def _by_name(model: nn.Module, batch: Any) -> Mapping[str, Any]:
         return {name: getattr(batch, name) for name in names}
     if hasattr(batch, "_asdict"):  # a named tuple
         return batch._asdict()
-    parameters = inspect.signature(model.forward).parameters.values()
-    names = [
-        p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
-    ]
     raise Refused(
         f"model_losses takes a batch whose values have names, got {describe(batch)}.",
         parameter="batch",
-        remedy='Give a dict of arguments of the model, such as {"input_ids": ids, '
-        f'"labels": labels}}. {type(model).__name__} takes {", ".join(names)}.',
+        remedy="Give a dict of the model's arguments, such as "
+        f'{{"input_ids": ids, "labels": labels}}.{_arguments_of(model)}',
     )
+
+
+def _arguments_of(model: nn.Module) -> str:
+    """Returns a sentence on what a model takes by name, or the one in its wrappers."""
+    for module in model.modules():
+        parameters = inspect.signature(module.forward).parameters.values()
+        names = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+        if names:
+            return f" {type(module).__name__} takes {', '.join(names)}."
+    return ""
 
 
 @functools.lru_cache(maxsize=2)  # it holds the model
@@ -284,19 +291,10 @@ class RecordModel(nn.Module):
         return output if _find_loss(output) is not None else tree_map(by_record, output)
 
 
-def _check_tensor(name: str, value: Any) -> None:
-    check_argument(
-        name,
-        value,
-        isinstance(value, T),
-        "a tensor",
-        (
-            "For the losses that a model computes itself take "
-            "opacus_ext.losses.model_losses(model, batch)."
-            if name == "losses"
-            else "Make one by torch.tensor(...), with one row for each sample."
-        ),
-    )
+def _check_tensor(
+    name: str, value: Any, remedy: str = "Make one by torch.tensor(...)."
+) -> None:
+    check_argument(name, value, isinstance(value, T), "a tensor", remedy)
 
 
 def _check_reduction(reduction: str) -> None:

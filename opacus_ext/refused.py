@@ -58,9 +58,9 @@ def check_number(
     whole: bool = False,
 ) -> None:
     """Refuses what is no number above zero (or zero, if allowed) and below another."""
-    kind = numbers.Integral if whole else numbers.Real
-    number = isinstance(value, kind) and not isinstance(value, bool)
-    if not (number and (0 < value < below or zero and value == 0)):
+    number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    fits = number and (0 < value < below or zero and value == 0)
+    if not fits or whole and value % 1:
         most = "finite" if below == math.inf else f"below {below:g}"
         least = "zero or more" if zero else "above zero"
         tensor = hasattr(value, "tolist")

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import math
+import numbers
 import os
 from dataclasses import dataclass
 from typing import Any, Dict, List, Mapping, Optional, Tuple, Union
@@ -199,7 +200,7 @@ def state(
     targets = [run["target_delta"] for run in runs if run.get("target_delta")]
     delta = [None, *targets][-1] if delta is None else delta
     records = max((run.get("records") or 0 for run in runs), default=0) or None
-    if delta is None or not 0 < delta < 1:
+    if not isinstance(delta, numbers.Real) or not 0 < delta < 1:
         advice = f" {records} records: below {1 / records:.1g}." if records else ""
         raise Refused(
             f"The delta of the guarantee is not between 0 and 1: {delta}.",

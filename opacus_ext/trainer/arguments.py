@@ -7,7 +7,7 @@ from typing import Any, List, Optional
 
 from opacus_ext.clipping import CLIPPINGS
 from opacus_ext.private_training import check_budget
-from opacus_ext.refused import Refused
+from opacus_ext.refused import Refused, check_number
 from opacus_ext.registry import MODES
 from opacus_ext.supported import Run, refuse
 
