@@ -8,7 +8,7 @@ Importing this package beside ``opacus.PrivacyEngine`` extends its modes, and ad
 
 import importlib
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, List
+from typing import TYPE_CHECKING, Any, Iterable, List
 
 from opacus_ext import take
 from opacus_ext.checks import check_per_sample_gradients, find_leaks
@@ -108,9 +108,16 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> List[str]:
-    """The public names; those of the trainer only if it can be imported."""
-    hidden = _OF_TRAINER if find_spec("transformers") is None else ()
-    return sorted({*__all__}.difference(hidden))
+    """The public names."""
+    return sorted(__all__)
 
 
+def _leave_out(names: Iterable[str]) -> None:
+    """Leaves out public names that can't be imported, for ``import *``."""
+    for name in names:
+        __all__.remove(name)
+
+
+if find_spec("transformers") is None:
+    _leave_out(_OF_TRAINER)
 register()

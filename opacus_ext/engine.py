@@ -54,7 +54,7 @@ from opacus_ext.data.choice import (
     loader_of,
     stock_sampling,
 )
-from opacus_ext.data.draws import Draws, count_records
+from opacus_ext.data.draws import Draws, PoissonLoader, count_records
 from opacus_ext.data.sampling import Poisson, Sampling
 from opacus_ext.grad_sample.modes import common
 from opacus_ext.grad_sample.modes.adaptive import AdaptiveCriterion
@@ -70,6 +70,7 @@ from opacus_ext.runs import add_run, count_steps, runs_of
 from opacus_ext.secure import SecureSource
 from opacus_ext.statement import privacy_statement
 from opacus_ext.supported import ADAPTIVE, Run, kind_of, refuse
+from opacus_ext.tables import in_a_line
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -114,6 +115,14 @@ class PrivacyEngine(opacus.PrivacyEngine):
         if secure_mode:  # Opacus's own needs torchcsprng
             self.secure_mode, self.secure_rng = True, SecureSource()
 
+    def __repr__(self) -> str:
+        return in_a_line(
+            self,
+            accountant=self.accountant.mechanism(),
+            steps=sum(steps for *_, steps in self.accountant.history),
+            secure_mode=self.secure_mode,
+        )
+
     @overload
     def make_private(
         self,
@@ -149,7 +158,7 @@ class PrivacyEngine(opacus.PrivacyEngine):
         criterion: Optional[Callable] = nn.CrossEntropyLoss(),
         data_loader: DataLoader,
         noise_multiplier: float,
-        max_grad_norm: Union[float, List[float]],
+        max_grad_norm: Union[float, Sequence[float]],
         batch_first: bool = True,
         loss_reduction: str = "mean",
         poisson_sampling: bool = True,
@@ -310,7 +319,7 @@ class PrivacyEngine(opacus.PrivacyEngine):
                 remedy="Leave it out, or call make_private without the budget.",
             )
         kwargs.update(module=module, optimizer=optimizer, data_loader=data_loader)
-        loader = data_loader
+        loader: Any = data_loader  # a data set may have no length
         misuse.check_number("target_epsilon", target_epsilon)
         misuse.check_number("epochs", epochs)
         misuse.check_loader(self, loader, kwargs.get("poisson_sampling", True))
@@ -428,8 +437,12 @@ class PrivacyEngine(opacus.PrivacyEngine):
         drawn = isinstance(getattr(data_loader, "batch_sampler", None), Draws)
         generator = getattr(data_loader, "generator", None)
         loader = _stock["_prepare_data_loader"](
-            self, data_loader, poisson_sampling=poisson_sampling and not drawn, **kwargs
+            self, data_loader, poisson_sampling=False, **kwargs
         )
+        if poisson_sampling and not drawn:
+            loader = PoissonLoader.from_data_loader(
+                data_loader, generator=self.secure_rng, **kwargs
+            )
         if drawn and self.secure_mode:  # torch seeds worker processes by its own
             loader.generator = generator
         return loader

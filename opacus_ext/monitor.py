@@ -15,6 +15,7 @@ from opacus_ext.grad_sample.parallel.sharding import group_of
 from opacus_ext.optimizers.optimizer import ClippingOptimizer
 from opacus_ext.refused import Refused, check_argument, check_number
 from opacus_ext.secure import with_noise
+from opacus_ext.tables import in_a_line
 
 # In units of C. One bin an octave: few bins have little noise.
 THRESHOLDS = tuple(2.0**i for i in range(-6, 7))
@@ -98,7 +99,13 @@ class Monitor:
         return str(self.optimizer.ran)
 
     def __repr__(self) -> str:
-        return f"Monitor of {self._steps} steps. {self.ran}"
+        return in_a_line(
+            self,
+            steps=self._steps,
+            delta=self.delta,
+            share=self.share,
+            last_step=self.ran.partition(": ")[2] or None,
+        )
 
     def close(self) -> None:
         """Leaves the optimizer as it was before. Idempotent."""

@@ -151,7 +151,7 @@ CALLS = {
         "a value of type RDPAccountant",
     ),
     "epsilon": (lambda: private()[0].get_epsilon(None), "delta must be a number"),
-    "statement": (lambda: private()[0].privacy_statement(delta="x"), "between 0 and 1"),
+    "statement": (lambda: private()[0].privacy_statement(delta="x"), "delta must be a numb"),
     "losses": (lambda: model_losses(MODEL, (X, Y)), 'dict.*"labels".*Net takes x, lab'),
     "losses list": (lambda: model_losses(private()[1], [X, Y]), "Net takes x, labels"),
     "losses None": (lambda: model_losses(MODEL, None), "names, got None"),

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import List, NamedTuple
+from typing import List, NamedTuple, Tuple
 
-from opacus_ext.tables import text_table
+from opacus_ext.tables import html_table, text_table
 
 
 class Finding(NamedTuple):
@@ -49,15 +49,22 @@ class Audit:
         return not self.broken
 
     def __str__(self) -> str:
+        return f"{text_table(*self._table(), rule=True)}\n{self._verdict()}"
+
+    def _repr_html_(self) -> str:
+        return html_table(*self._table(), [self._verdict()])
+
+    def _table(self) -> Tuple[List[str], List[List[str]]]:
         rows = [
             [f.test, f.subject, f"{f.claimed:.4g}", f"{f.measured:.4g}", f.unit]
             + ["BROKEN" if f.broken else "ok"]
             for f in self.findings
         ]
-        header = ["test", "of", "claimed", "measured", "in", ""]
+        return ["test", "of", "claimed", "measured", "in", ""], rows
+
+    def _verdict(self) -> str:
         return (
-            f"{text_table(header, rows, rule=True)}\n"
             f"epsilon at delta={self.delta:g}: at least {self.epsilon:.3g}, claimed "
-            f"{self.claimed:.3g}; {len(self.broken)} of {len(rows)} tests contradict "
-            f"the claim (confidence {self.confidence:g})"
+            f"{self.claimed:.3g}; {len(self.broken)} of {len(self.findings)} tests "
+            f"contradict the claim (confidence {self.confidence:g})"
         )

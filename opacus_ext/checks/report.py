@@ -7,7 +7,7 @@ from typing import Dict, List, NamedTuple, Optional, Tuple
 
 import torch
 
-from opacus_ext.tables import text_table
+from opacus_ext.tables import html_table, text_table
 
 
 class Cell(NamedTuple):
@@ -95,9 +95,19 @@ class PerSampleGradientReport:
         return self._with("differs") or self._with("factor")
 
     def __str__(self) -> str:
+        table = text_table(*self._table(), rule=True)
+        return "\n".join([table, *self._notes()])
+
+    def _repr_html_(self) -> str:
+        return html_table(*self._table(), self._notes())
+
+    def _table(self) -> Tuple[List[str], List[List[str]]]:
         rows = [[name, *map(str, row.values())] for name, row in self.cells.items()]
-        lines = [text_table(["parameter", *self.modes], rows, rule=True)]
-        lines += [f"! {finding}" for finding in (*self.findings, *self.leaks)]
+        return ["parameter", *self.modes], rows
+
+    def _notes(self) -> List[str]:
+        """The lines below the table."""
+        lines = [f"! {finding}" for finding in (*self.findings, *self.leaks)]
         lines += [f"! {mode} refused: {text}" for mode, text in self.refused.items()]
         if self._with("factor"):
             lines.append(
@@ -108,4 +118,4 @@ class PerSampleGradientReport:
             f"{'ok' if self.ok else 'NOT ok'}: max_grad_norm {self.max_grad_norm:.3g}, "
             f"{str(self.dtype).removeprefix('torch.')}, tolerance {self.tolerance:.0e}"
         )
-        return "\n".join(lines)
+        return lines

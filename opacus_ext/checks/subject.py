@@ -164,8 +164,9 @@ def per_sample(
     """
     if not _is_criterion(loss_fn):
         return loss_fn
-    reduce = torch.sum if loss_fn.reduction == "sum" else torch.mean
-    criterion: Any = copy.deepcopy(loss_fn).to(dtype)
+    criterion: Any = copy.deepcopy(loss_fn)
+    criterion.to(dtype)
+    reduce = torch.sum if criterion.reduction == "sum" else torch.mean
     criterion.reduction = "none"
 
     def losses(model: nn.Module, batch: Any) -> T:

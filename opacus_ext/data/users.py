@@ -13,6 +13,7 @@ from torch.utils.data import Dataset
 
 from opacus_ext.data.copies import find_copies
 from opacus_ext.refused import Refused, check_argument, check_number
+from opacus_ext.tables import in_a_line
 
 
 class UserRecords(Dataset):
@@ -125,6 +126,14 @@ class UserRecords(Dataset):
 
     def __len__(self) -> int:
         return len(self.users)
+
+    def __repr__(self) -> str:
+        return in_a_line(
+            self,
+            users=len(self),
+            records=len(self.dataset),
+            records_per_step=self.records_per_step or "all",
+        )
 
     def __getitem__(self, index: int) -> Any:
         """Draws records of user ``index``."""
