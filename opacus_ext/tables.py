@@ -61,6 +61,15 @@ def html_table(
     return f"<table>{''.join(lines)}</table>{below}"
 
 
+def in_short(value: Any) -> str:
+    """
+    Example:
+        >>> in_short(0.1 + 0.2), in_short(64), in_short("measured")
+        ('0.3', '64', 'measured')
+    """
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
 def in_a_line(value: Any, *first: str, **fields: Any) -> str:
     """
     Describes an object for its ``__repr__``: its class, and its most important values.
@@ -76,8 +85,6 @@ def in_a_line(value: Any, *first: str, **fields: Any) -> str:
     """
     parts = list(first)
     for name, field in fields.items():
-        if isinstance(field, float):
-            field = f"{field:g}"
         if field is not None:
-            parts.append(f"{name}={field}")
+            parts.append(f"{name}={in_short(field)}")
     return f"{type(value).__name__}({', '.join(parts)})"

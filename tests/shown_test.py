@@ -1,5 +1,6 @@
 """What objects show of themselves: a line in a log, a table in a notebook."""
 
+import html
 import subprocess
 import sys
 
@@ -13,6 +14,7 @@ import opacus_ext
 from opacus_ext import Monitor, UserRecords, check_per_sample_gradients
 from opacus_ext.audit.report import Audit, Finding
 from opacus_ext.data import Poisson
+from opacus_ext.planner import Budget, Candidates, LossModel
 
 X, Y = torch.randn(32, 3), torch.randint(0, 2, (32,))
 
@@ -92,23 +94,29 @@ def test_tables_of_notebooks():
     assert "<td>step 1</td>" in table and "0 of 1 tests contradict" in table
 
 
-def test_importing_main_runs_nothing():
-    """Tools that import every module of a package (pydoc, coverage) import it, too."""
-    code = "import sys; sys.argv[1:] = ['plan']; import opacus_ext.__main__"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+def test_table_of_a_plan():
+    budget = Budget(users=1e7, epsilon=4)
+    plan = Candidates(budget, LossModel.of_paper()).best()
+    table = plan._repr_html_()
+    assert f"<td>steps</td><td>{plan.steps}</td>" in table
+    assert all(html.escape(note) in table for note in (*plan.caveats, *plan.notes()))
 
 
-def test_names_without_transformers(monkeypatch):
-    """``from opacus_ext import *`` works, without the trainer."""
+def test_imports_without_transformers():
+    """
+    ``from opacus_ext import *`` works without the trainer. Tools that import every
+    module of a package (pydoc, coverage) run no command.
+    """
     code = (
-        "import importlib.util as util; find = util.find_spec\n"
-        "util.find_spec = lambda name, *a: "
-        "None if name == 'transformers' else find(name, *a)\n"
-        "from opacus_ext import *\nimport opacus_ext, sys\n"
+        "import importlib.util as util, sys\n"
+        "find, sys.argv = util.find_spec, ['opacus-ext', 'plan']\n"
+        "util.find_spec = lambda name, *package: "
+        "None if name == 'transformers' else find(name, *package)\n"
+        "from opacus_ext import *\n"
+        "import opacus_ext.__main__\n"
         "assert 'transformers' not in sys.modules\n"
         "assert dir(opacus_ext) == sorted(opacus_ext.__all__)\n"
         "assert 'PrivateTrainer' not in dir(opacus_ext) and clipped_grads"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert not done.returncode, done.stderr
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
