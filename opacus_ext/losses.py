@@ -342,10 +342,13 @@ class _OwnLoss(TorchFunctionMode):
             loss = _find_loss(forward(**sample))
         if isinstance(loss, torch.Tensor) and loss.numel() == 1:
             return loss.reshape(())
-        shape = f" of shape {tuple(loss.shape)}" if loss is not None else ""
+        given = "no loss"
+        if isinstance(loss, torch.Tensor):
+            given = f"a loss of shape {tuple(loss.shape)}, not one number,"
+        elif loss is not None:
+            given = f"a loss that is no tensor, but {describe(loss)},"
         raise Refused(
-            f"{self._model} gave {'a' if shape else 'no'} loss{shape} for "
-            f"{', '.join(sample)}, not one number.",
+            f"{self._model} returned {given} for a sample of {', '.join(sample)}.",
             module=self._model,
             remedy='Give it labels by keyword, "labels" or what it calls them, or '
             "compute one loss a sample from its other outputs, for example by "

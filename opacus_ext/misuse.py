@@ -356,9 +356,9 @@ def check_loader(
         warn_once(
             engine,
             "poisson",
-            "poisson_sampling=False: get_epsilon goes on as if each step drew records "
-            "by chance, which a shuffled loader does not, and the true epsilon may be "
-            "larger. Leave it out.",
+            "poisson_sampling=False leaves the loader as it is, and get_epsilon takes "
+            "each step's records as drawn at random: the true epsilon may be larger. "
+            "Leave poisson_sampling out.",
         )
 
 
@@ -422,6 +422,7 @@ def check_delta(
         warn_once(
             engine,
             "delta",
-            f"{name}={delta:g} is over one over the {records} records: publishing a "
-            "record would satisfy it. Take less.",
+            f"{name}={delta:g} is more than 1 / {records}, one over the number of "
+            "records. Publishing a whole record would satisfy such a guarantee. Choose "
+            "a delta well below that.",
         )

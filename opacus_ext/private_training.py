@@ -47,7 +47,8 @@ def check_budget(
             "Give either target_epsilon or noise_multiplier; got "
             f"{target_epsilon} and {noise_multiplier}.",
             parameter="target_epsilon",
-            remedy="The noise is chosen for the one, or is the other.",
+            remedy="target_epsilon chooses the noise for a budget; noise_multiplier is "
+            "the noise itself.",
         )
     if target_epsilon is not None:
         check_number("target_epsilon", target_epsilon)

@@ -91,7 +91,8 @@ class UserRecords(Dataset):
             ids = users.tolist()
         if len(ids) != len(dataset) or not ids:
             raise Refused(
-                f"{len(dataset)} records of {len(ids)} users, one for each record.",
+                f"The data set has {len(dataset)} records, and users has {len(ids)} "
+                "entries.",
                 parameter="users",
                 remedy="Give the user of each record, in the order of the records.",
             )
