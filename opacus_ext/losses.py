@@ -292,7 +292,7 @@ class RecordModel(nn.Module):
 
 
 def _check_tensor(
-    name: str, value: Any, remedy: str = "Make one by torch.tensor(...)."
+    name: str, value: object, remedy: str = "Make one by torch.tensor(...)."
 ) -> None:
     check_argument(name, value, isinstance(value, T), "a tensor", remedy)
 

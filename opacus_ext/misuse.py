@@ -93,8 +93,8 @@ def check_arguments(
     loss_reduction: str = "mean",
     poisson_sampling: bool = True,
     grad_sample_mode: str = "hooks",
-    noise_generator: Any = None,
-    take: Any = None,
+    noise_generator: object = None,
+    take: object = None,
     **others: Any,
 ) -> None:
     """
@@ -170,7 +170,7 @@ def check_arguments(
         )
 
 
-def check_parts(module: Any, optimizer: Any, data_loader: Any) -> None:
+def check_parts(module: object, optimizer: object, data_loader: object) -> None:
     """Refuses what is no model, no optimizer or no loader."""
     check_argument(
         "module",
@@ -400,7 +400,7 @@ def check_size(engine: PrivacyEngine, size: int, records: int) -> None:
 # -- the budget ------------------------------------------------------------------------
 
 
-def check_accountant(name: Any) -> None:
+def check_accountant(name: object) -> None:
     """Refuses what is no accountant's name."""
     known = sorted(_ACCOUNTANTS)
     check_argument(

@@ -72,7 +72,9 @@ def check_number(
         )
 
 
-def check_argument(name: str, value: Any, fits: bool, what: str, remedy: str) -> None:
+def check_argument(
+    name: str, value: object, fits: bool, what: str, remedy: str
+) -> None:
     """
     Refuses an argument of the wrong kind.
 
@@ -90,7 +92,7 @@ def check_argument(name: str, value: Any, fits: bool, what: str, remedy: str) ->
         )
 
 
-def describe(value: Any) -> str:
+def describe(value: object) -> str:
     """
     Returns a few words on a value: itself if it is short, and its type otherwise.
 

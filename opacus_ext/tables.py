@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import html
-from typing import Any, Sequence
+from typing import Sequence
 
 
 def text_table(
@@ -61,7 +61,7 @@ def html_table(
     return f"<table>{''.join(lines)}</table>{below}"
 
 
-def in_short(value: Any) -> str:
+def in_short(value: object) -> str:
     """
     Example:
         >>> in_short(0.1 + 0.2), in_short(64), in_short("measured")
@@ -70,7 +70,7 @@ def in_short(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def in_a_line(value: Any, *first: str, **fields: Any) -> str:
+def in_a_line(value: object, *first: str, **fields: object) -> str:
     """
     Describes an object for its ``__repr__``: its class, and its most important values.
 

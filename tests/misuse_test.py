@@ -404,7 +404,7 @@ WARNED = {
         in_loop("ghost_bk", loop(*["zero_grad", divided, "step"] * 2)),
         "divided by 4",
     ),
-    "views": (in_loop("ghost_bk", views), "samples, where 8 records.*RecordModel"),
+    "views": (in_loop("ghost_bk", views), "samples, but the loader draws 8 records.*RecordModel"),
     "raw loader": (in_loop("ghost_bk", loop("whole", "whole")), "use another one"),
 }
 

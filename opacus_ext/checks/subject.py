@@ -43,7 +43,7 @@ class Subject:
         loss_fn: Union[nn.Module, LossFn],
         dtype: Optional[torch.dtype],
     ):
-        _check_parts(model, batch, loss_fn, dtype)
+        _check_parts(batch, loss_fn, dtype)
         plain = without_dropout(model)
         for kind in (dtype, None) if dtype else (None,):
 
@@ -102,9 +102,7 @@ _CALLED = {
 }
 
 
-def _check_parts(
-    model: Any, batch: Any, loss_fn: Any, dtype: Optional[torch.dtype]
-) -> None:
+def _check_parts(batch: object, loss_fn: object, dtype: Optional[torch.dtype]) -> None:
     """Refuses arguments of the wrong kind."""
     check_argument(
         "loss_fn",
@@ -151,7 +149,7 @@ def not_per_sample(got: str) -> Refused:
     )
 
 
-def _is_criterion(loss_fn: Any) -> bool:
+def _is_criterion(loss_fn: object) -> bool:
     return isinstance(loss_fn, nn.Module) and hasattr(loss_fn, "reduction")
 
 
