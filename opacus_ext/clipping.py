@@ -152,7 +152,7 @@ def _refuse_bound(
         f'clipping="{name}" takes as max_grad_norm {takes}; got '
         f"{f'{len(bound)} of them: ' if several else ''}{bound}.",
         parameter="max_grad_norm",
-        remedy="Give that: the noise is scaled to it.",
+        remedy="Give that: it sets the sensitivity, to which the noise is scaled.",
     )
 
 

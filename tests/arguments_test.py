@@ -18,7 +18,9 @@ import opacus_ext
 from opacus_ext import (
     Monitor,
     PerSample,
+    PrivacyArguments,
     PrivacyEngine,
+    PrivateTrainer,
     Refused,
     UserRecords,
     check_per_sample_gradients,
@@ -151,7 +153,10 @@ CALLS = {
         "a value of type RDPAccountant",
     ),
     "epsilon": (lambda: private()[0].get_epsilon(None), "delta must be a number"),
-    "statement": (lambda: private()[0].privacy_statement(delta="x"), "delta must be a numb"),
+    "statement": (
+        lambda: private()[0].privacy_statement(delta="x"),
+        "delta must be a numb",
+    ),
     "losses": (lambda: model_losses(MODEL, (X, Y)), 'dict.*"labels".*Net takes x, lab'),
     "losses list": (lambda: model_losses(private()[1], [X, Y]), "Net takes x, labels"),
     "losses None": (lambda: model_losses(MODEL, None), "names, got None"),
@@ -199,8 +204,32 @@ CALLS = {
         lambda: check(batch=[{"x": x} for x in X], loss_fn=lambda m, b: m(X).sum(1)),
         "no tensor of the batch has 8 rows.*default_collate",
     ),
+    "check output": (
+        lambda: check(batch=({"x": X, "labels": Y}, Y)),
+        "returned a value of type dict, and CrossEntropyLoss.*model_losses",
+    ),
     "check dtype": (lambda: check(dtype="float32"), "dtype must be a floating-point"),
     "leaks dict": (lambda: find_leaks(MODEL, {"x": X, "y": Y}, CE()), "dict of x, y"),
+    "trainer": (
+        lambda: PrivateTrainer(MODEL),
+        "PrivateTrainer needs the argument privacy.*got None",
+    ),
+    "trainer dict": (
+        lambda: PrivateTrainer(MODEL, privacy={"target_epsilon": 8}),
+        "got a value of type dict",
+    ),
+    "no budget": (
+        lambda: PrivacyArguments(1e-5),
+        "either target_epsilon or noise_multiplier.*the noise itself",
+    ),
+    "budget text": (
+        lambda: PrivacyArguments(1e-5, "8"),
+        "target_epsilon must be a num",
+    ),
+    "shared": (
+        lambda: PrivacyArguments(1e-5, 8.0, shared="position_ids"),
+        r"shared must be a list of names.*\['position_ids'\]",
+    ),
     "no records": (lambda: UserRecords(None, "by"), "dataset must be a data set"),
     "iterator": (lambda: UserRecords(iter(NAMES), "by"), "list.records"),
     "no users": (lambda: UserRecords(NAMES, None), "users must be a key"),
@@ -287,6 +316,10 @@ def test_errors_of_a_loss_function_say_how_it_is_called():
         check(batch=list(zip(X, Y[:, None])))
     notes = getattr(error.value, "__notes__", error.value.args)
     assert re.search(r"criterion\(model\(\*inputs\), target\)", str(notes))
+    with pytest.raises(TypeError) as error:
+        clipped_grads(lambda x, y: MODEL(x).sum(), PARAMS, (X, Y), 1.0)
+    notes = getattr(error.value, "__notes__", error.value.args)
+    assert "with one argument, a sample" in str(notes)
 
 
 def test_a_mode_may_be_a_text():

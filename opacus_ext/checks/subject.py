@@ -93,6 +93,7 @@ class Subject:
         raise not_per_sample(got)
 
 
+_OF_TORCH = nn.modules.loss.__name__
 # By whether loss_fn is called as it is.
 _CALLED = {
     True: "It was called as loss_fn(model, batch), and has to return the losses [B].",
@@ -173,6 +174,15 @@ def per_sample(
             output = model(**inputs[0])
         else:
             output = model(*inputs)
+        if not isinstance(output, T) and type(criterion).__module__ == _OF_TORCH:
+            raise Refused(
+                f"The model returned {describe(output)}, and "
+                f"{type(criterion).__name__} takes a tensor.",
+                parameter="loss_fn",
+                remedy="Give loss_fn a function that computes the losses [B] from it, "
+                'by a criterion with reduction="none", or opacus_ext.model_losses for '
+                "the loss of the model itself.",
+            )
         values = criterion(output, target)
         return values if values.dim() < 2 else reduce(values.flatten(1), 1)
 
