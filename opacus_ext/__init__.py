@@ -8,7 +8,7 @@ Importing this package beside ``opacus.PrivacyEngine`` extends its modes, and ad
 
 import importlib
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, List
+from typing import TYPE_CHECKING, Any, Iterable, List
 
 from opacus_ext import take
 from opacus_ext.checks import check_per_sample_gradients, find_leaks
@@ -37,7 +37,24 @@ from opacus_ext.re_attention import ErrorTracker, track_errors
 from opacus_ext.refused import Refused
 from opacus_ext.registry import register, unregister
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # __getattr__ imports these
+    from opacus_ext import (
+        accountants,
+        audit,
+        checks,
+        data,
+        distributed,
+        layers,
+        lightning,
+        losses,
+        models,
+        optimizers,
+        re_attention,
+        releases,
+        secure,
+        statement,
+        trainer,
+    )
     from opacus_ext.trainer import PrivacyArguments, PrivateTrainer
 
 __version__ = "0.1.0"
@@ -91,9 +108,16 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> List[str]:
-    """The public names; those of the trainer only if it can be imported."""
-    hidden = _OF_TRAINER if find_spec("transformers") is None else ()
-    return sorted({*__all__}.difference(hidden))
+    """The public names."""
+    return sorted(__all__)
 
 
+def _leave_out(names: Iterable[str]) -> None:
+    """Leaves out public names that can't be imported, for ``import *``."""
+    for name in names:
+        __all__.remove(name)
+
+
+if find_spec("transformers") is None:
+    _leave_out(_OF_TRAINER)
 register()

@@ -5,4 +5,5 @@ import sys
 from opacus_ext.planner.commands.main import main
 from opacus_ext.planner.commands.options import until_nobody_reads
 
-sys.exit(until_nobody_reads(main))
+if __name__ == "__main__":
+    sys.exit(until_nobody_reads(main))

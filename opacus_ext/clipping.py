@@ -12,7 +12,7 @@ from typing import Any, Callable, Dict, List, NamedTuple, Optional, Union
 
 import torch
 
-from opacus_ext.refused import Refused
+from opacus_ext.refused import Refused, check_argument
 
 __all__ = [
     "Clipping",
@@ -152,8 +152,7 @@ def _refuse_bound(
         f'clipping="{name}" takes as max_grad_norm {takes}; got '
         f"{f'{len(bound)} of them: ' if several else ''}{bound}.",
         parameter="max_grad_norm",
-        remedy="Give that: the sensitivity, to which the noise is scaled, is made of "
-        "it.",
+        remedy="Give that: it sets the sensitivity, to which the noise is scaled.",
     )
 
 
@@ -209,6 +208,14 @@ def register_clipping(clipping: Clipping) -> Clipping:
         >>> import opacus_ext.clipping
         >>> _ = opacus_ext.clipping.CLIPPINGS.pop("sign")
     """
+    check_argument(
+        "clipping",
+        clipping,
+        isinstance(clipping, Clipping),
+        "a Clipping",
+        'Give opacus_ext.Clipping("name", factors), where factors(norms, bound) is a '
+        "function.",
+    )
     CLIPPINGS[clipping.name] = clipping
     return clipping
 

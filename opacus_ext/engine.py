@@ -13,7 +13,20 @@ import inspect
 import math
 import warnings
 from contextlib import contextmanager
-from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tuple, Union
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Callable,
+    Dict,
+    Iterator,
+    List,
+    Literal,
+    Optional,
+    Sequence,
+    Tuple,
+    Union,
+    overload,
+)
 
 import opacus
 import torch
@@ -41,20 +54,33 @@ from opacus_ext.data.choice import (
     loader_of,
     stock_sampling,
 )
-from opacus_ext.data.draws import Draws, count_records
+from opacus_ext.data.draws import Draws, PoissonLoader, count_records
 from opacus_ext.data.sampling import Poisson, Sampling
 from opacus_ext.grad_sample.modes import common
 from opacus_ext.grad_sample.modes.adaptive import AdaptiveCriterion
 from opacus_ext.grad_sample.modes.ghost import ClippedCriterion
 from opacus_ext.ledger import ledger_of, note_trained, with_steps
+from opacus_ext.losses import PerSample
 from opacus_ext.modes import find_mode, find_optimizer, name_of, refuse_unfit
 from opacus_ext.optimizers.banded import Banded, BandedNoise
 from opacus_ext.optimizers.loop import watch_loader, watch_steps
+from opacus_ext.optimizers.optimizer import ClippingOptimizer
 from opacus_ext.refused import Refused
 from opacus_ext.runs import add_run, count_steps, runs_of
 from opacus_ext.secure import SecureSource
 from opacus_ext.statement import privacy_statement
 from opacus_ext.supported import ADAPTIVE, Run, kind_of, refuse
+from opacus_ext.tables import in_a_line
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+# What make_private returns. A wrapped model has the methods of the model as well.
+# "adaptive" clipping has an optimizer of Opacus.
+Made = Tuple[Any, ClippingOptimizer, DataLoader]
+MadeWithCriterion = Tuple[Any, ClippingOptimizer, Callable[..., Any], DataLoader]
+WithCriterion = Literal["ghost", "ghost_bk", "scan", "auto"]
+WithoutCriterion = Literal["hooks", "functorch", "ew"]
 
 INDEPENDENT = "independent"  # noise of each step
 
@@ -81,6 +107,7 @@ class PrivacyEngine(opacus.PrivacyEngine):
     privacy_statement = privacy_statement
 
     def __init__(self, *, accountant: str = "prv", secure_mode: bool = False):
+        misuse.check_accountant(accountant)
         with warnings.catch_warnings():
             if secure_mode:  # Opacus would warn that it is off
                 warnings.filterwarnings("ignore", message="Secure RNG turned off")
@@ -88,15 +115,50 @@ class PrivacyEngine(opacus.PrivacyEngine):
         if secure_mode:  # Opacus's own needs torchcsprng
             self.secure_mode, self.secure_rng = True, SecureSource()
 
+    def __repr__(self) -> str:
+        return in_a_line(
+            self,
+            accountant=self.accountant.mechanism(),
+            steps=sum(steps for *_, steps in self.accountant.history),
+            secure_mode=self.secure_mode,
+        )
+
+    @overload
+    def make_private(
+        self,
+        *,
+        noise_multiplier: float,
+        grad_sample_mode: WithCriterion,
+        **kwargs: Unpack[misuse.Arguments],
+    ) -> MadeWithCriterion: ...
+
+    @overload
+    def make_private(
+        self,
+        *,
+        noise_multiplier: float,
+        grad_sample_mode: WithoutCriterion = "hooks",
+        **kwargs: Unpack[misuse.Arguments],
+    ) -> Made: ...
+
+    @overload
+    def make_private(
+        self,
+        *,
+        noise_multiplier: float,
+        grad_sample_mode: str,
+        **kwargs: Unpack[misuse.Arguments],
+    ) -> Any: ...
+
     def make_private(
         self,
         *,
         module: nn.Module,
         optimizer: torch.optim.Optimizer,
-        criterion: Callable = nn.CrossEntropyLoss(),
+        criterion: Optional[Callable] = nn.CrossEntropyLoss(),
         data_loader: DataLoader,
         noise_multiplier: float,
-        max_grad_norm: Union[float, List[float]],
+        max_grad_norm: Union[float, Sequence[float]],
         batch_first: bool = True,
         loss_reduction: str = "mean",
         poisson_sampling: bool = True,
@@ -117,7 +179,9 @@ class PrivacyEngine(opacus.PrivacyEngine):
         Nothing is changed if it fails. Beside Opacus's arguments:
 
         Args:
-            criterion: the loss function, for the modes that return one
+            criterion: the loss function, for the modes that return one; None for a
+                model that computes its own loss, as PerSample of
+                :mod:`opacus_ext.losses`
             clipping: "flat", "per_layer", "automatic", "normalized", "adaptive", or one
                 of :func:`~opacus_ext.register_clipping`
             grad_sample_mode: "hooks", "functorch", "ghost", "ghost_bk", "scan", "auto",
@@ -148,6 +212,10 @@ class PrivacyEngine(opacus.PrivacyEngine):
             Refused: for what can't be trained exactly, or not with these arguments
         """
         PrivacyEngine._begin()
+        misuse.check_parts(module, optimizer, data_loader)
+        mode = find_mode(grad_sample_mode)
+        if criterion is None and mode is not None and mode.criterion is not None:
+            criterion = PerSample(loss_reduction)
         given: Dict[str, Any] = dict(
             optimizer=optimizer,
             criterion=criterion,
@@ -167,7 +235,7 @@ class PrivacyEngine(opacus.PrivacyEngine):
         is_new = by_hand is not None
         is_new = is_new or not hasattr(module, "autograd_grad_sample_hooks")
         # First all that may be refused.
-        parts: Any = dict(module=module, data_loader=data_loader)
+        parts: Any = dict(module=module, data_loader=data_loader, take=take)
         misuse.check_arguments(self, _ARGUMENTS, on_nonfinite, **parts, **given)
         run = _run_of(self, module, noise, grad_sample_mode, clipping)
         refuse(run, type(module).__name__)
@@ -192,31 +260,77 @@ class PrivacyEngine(opacus.PrivacyEngine):
             _attach(module, made, by_hand, on_nonfinite)
             _count(self, made, sampling, correlated, place, **given)
             watch_steps(self, module, made)
-        if find_mode(grad_sample_mode) is not None:
+        if mode is not None:
             misuse.tell_of_samplers(self, module, grad_sample_mode)
         return made
+
+    @overload
+    def make_private_with_epsilon(
+        self,
+        *,
+        target_epsilon: float,
+        target_delta: float,
+        epochs: float,
+        grad_sample_mode: WithCriterion,
+        **kwargs: Unpack[misuse.Arguments],
+    ) -> MadeWithCriterion: ...
+
+    @overload
+    def make_private_with_epsilon(
+        self,
+        *,
+        target_epsilon: float,
+        target_delta: float,
+        epochs: float,
+        grad_sample_mode: WithoutCriterion = "hooks",
+        **kwargs: Unpack[misuse.Arguments],
+    ) -> Made: ...
+
+    @overload
+    def make_private_with_epsilon(
+        self,
+        *,
+        target_epsilon: float,
+        target_delta: float,
+        epochs: float,
+        grad_sample_mode: str,
+        **kwargs: Unpack[misuse.Arguments],
+    ) -> Any: ...
 
     def make_private_with_epsilon(
         self,
         *,
-        sampling: Optional[Sampling] = None,
-        noise: Union[str, Banded] = INDEPENDENT,
+        module: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        data_loader: DataLoader,
         target_epsilon: float,
         target_delta: float,
         epochs: float,
+        sampling: Optional[Sampling] = None,
+        noise: Union[str, Banded] = INDEPENDENT,
         **kwargs: Any,
     ) -> Any:
         """``make_private`` with the least noise for a budget."""
-        loader = kwargs["data_loader"]
+        misuse.check_parts(module, optimizer, data_loader)
+        if "noise_multiplier" in kwargs:
+            raise Refused(
+                "make_private_with_epsilon chooses noise_multiplier for the budget.",
+                parameter="noise_multiplier",
+                remedy="Leave it out, or call make_private without the budget.",
+            )
+        kwargs.update(module=module, optimizer=optimizer, data_loader=data_loader)
+        loader: Any = data_loader  # a data set may have no length
         misuse.check_number("target_epsilon", target_epsilon)
         misuse.check_number("epochs", epochs)
         misuse.check_loader(self, loader, kwargs.get("poisson_sampling", True))
         misuse.check_delta(self, target_delta, loader.dataset, "target_delta")
         budget: Any = dict(epsilon=target_epsilon, delta=target_delta, epochs=epochs)
         records = len(loader.dataset)
+        if sampling is not None:
+            check_sampling(sampling, kwargs.get("poisson_sampling", True))
         if noise == "banded":
             poisson = sampling or Poisson(sample_rate=1 / len(loader))
-            run = poisson, self.accountant, records, kwargs["optimizer"]
+            run = poisson, self.accountant, records, optimizer
             noise = banded(*run, **budget)
         if isinstance(noise, Banded):
             sampling = cyclic(sampling, noise.bands, loader)
@@ -323,8 +437,12 @@ class PrivacyEngine(opacus.PrivacyEngine):
         drawn = isinstance(getattr(data_loader, "batch_sampler", None), Draws)
         generator = getattr(data_loader, "generator", None)
         loader = _stock["_prepare_data_loader"](
-            self, data_loader, poisson_sampling=poisson_sampling and not drawn, **kwargs
+            self, data_loader, poisson_sampling=False, **kwargs
         )
+        if poisson_sampling and not drawn:
+            loader = PoissonLoader.from_data_loader(
+                data_loader, generator=self.secure_rng, **kwargs
+            )
         if drawn and self.secure_mode:  # torch seeds worker processes by its own
             loader.generator = generator
         return loader

@@ -9,7 +9,9 @@ model works that computes its loss from its labels.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import inspect
 from collections.abc import Mapping
 from typing import Any, Callable, Dict
 
@@ -23,7 +25,7 @@ from opacus_ext.grad_sample.adapter.inputs import InputReader
 from opacus_ext.grad_sample.factors import upcast
 from opacus_ext.grad_sample.modes.common import private_model_of
 from opacus_ext.private_torch import tree_map
-from opacus_ext.refused import Refused
+from opacus_ext.refused import Refused, check_argument, describe
 
 __all__ = ["PerSample", "RecordModel", "cross_entropy", "model_losses", "sample_loss"]
 
@@ -62,6 +64,8 @@ def cross_entropy(
         tensor([2.7726, 1.3863])
     """
     _check_reduction(reduction)
+    _check_tensor("logits", logits, "Give the tensor itself, such as output.logits.")
+    _check_tensor("labels", labels)
     if logits.dim() < 2 or logits.shape[:-1] != labels.shape:
         raise Refused(
             "cross_entropy takes logits [B, ..., V] and labels [B, ...], got shapes "
@@ -113,6 +117,8 @@ class PerSample(nn.Module):
 
 
 def _weighted(losses: T, weights: T | None) -> T:
+    by_model = "If the model computes them itself, take model_losses(model, batch) of "
+    _check_tensor("losses", losses, by_model + "opacus_ext.losses.")
     if losses.dim() != 1:
         raise Refused(
             f"PerSample takes one loss a sample, [B], got shape {tuple(losses.shape)}.",
@@ -123,6 +129,7 @@ def _weighted(losses: T, weights: T | None) -> T:
         )
     if weights is None:
         return losses
+    _check_tensor("weights", weights)
     if weights.shape != losses.shape or weights.requires_grad:
         raise Refused(
             "PerSample takes weights [B] without gradient for losses [B], got shapes "
@@ -152,10 +159,12 @@ def model_losses(model: nn.Module, batch: Mapping[str, Any]) -> T:
     Args:
         model: a model of transformers with a head, or any that gives ``loss`` for
             keyword arguments; wrapped by ``make_private``, PEFT or not at all
-        batch: the model's keyword arguments, labels among them, the batch first
+        batch: the model's keyword arguments, labels among them, the batch first: a
+            dict, a BatchEncoding, a named tuple or a dataclass
 
     Raises:
-        Refused: if the model gives no loss, or not one number for a sample
+        Refused: if the model gives no loss, or not one number for a sample, and if the
+            batch has no names
 
     Example:
         >>> class Regression(nn.Linear):
@@ -165,6 +174,7 @@ def model_losses(model: nn.Module, batch: Mapping[str, Any]) -> T:
         >>> model_losses(Regression(4, 1), batch).shape
         torch.Size([3])
     """
+    batch = _by_name(model, batch)
     if batch.get("num_items_in_batch") is not None:
         raise Refused(
             "num_items_in_batch divides each sample's loss by a number of other "
@@ -184,6 +194,40 @@ def model_losses(model: nn.Module, batch: Mapping[str, Any]) -> T:
     if not losses:
         return next(model.parameters()).new_zeros(0)
     return torch.stack([losses[i] for i in range(len(losses))])
+
+
+def _by_name(model: nn.Module, batch: Any) -> Mapping[str, Any]:
+    """Returns the arguments of a model by name; refuses a batch that has no names."""
+    check_argument(
+        "model",
+        model,
+        isinstance(model, nn.Module),
+        "a torch.nn.Module",
+        "Call model_losses(model, batch).",
+    )
+    if isinstance(batch, Mapping):
+        return batch
+    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        names = [field.name for field in dataclasses.fields(batch)]
+        return {name: getattr(batch, name) for name in names}
+    if hasattr(batch, "_asdict"):  # a named tuple
+        return batch._asdict()
+    raise Refused(
+        f"model_losses takes a batch whose values have names, got {describe(batch)}.",
+        parameter="batch",
+        remedy="Give a dict of the model's arguments, such as "
+        f'{{"input_ids": ids, "labels": labels}}.{_arguments_of(model)}',
+    )
+
+
+def _arguments_of(model: nn.Module) -> str:
+    """Returns a sentence on what a model takes by name, or the one in its wrappers."""
+    for module in model.modules():
+        parameters = inspect.signature(module.forward).parameters.values()
+        names = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+        if names:
+            return f" {type(module).__name__} takes {', '.join(names)}."
+    return ""
 
 
 @functools.lru_cache(maxsize=2)  # it holds the model
@@ -247,6 +291,12 @@ class RecordModel(nn.Module):
         return output if _find_loss(output) is not None else tree_map(by_record, output)
 
 
+def _check_tensor(
+    name: str, value: object, remedy: str = "Make one by torch.tensor(...)."
+) -> None:
+    check_argument(name, value, isinstance(value, T), "a tensor", remedy)
+
+
 def _check_reduction(reduction: str) -> None:
     if reduction not in ("mean", "sum"):
         raise Refused(
@@ -292,10 +342,13 @@ class _OwnLoss(TorchFunctionMode):
             loss = _find_loss(forward(**sample))
         if isinstance(loss, torch.Tensor) and loss.numel() == 1:
             return loss.reshape(())
-        shape = f" of shape {tuple(loss.shape)}" if loss is not None else ""
+        given = "no loss"
+        if isinstance(loss, torch.Tensor):
+            given = f"a loss of shape {tuple(loss.shape)}, not one number,"
+        elif loss is not None:
+            given = f"a loss that is no tensor, but {describe(loss)},"
         raise Refused(
-            f"{self._model} gave {'a' if shape else 'no'} loss{shape} for "
-            f"{', '.join(sample)}, not one number.",
+            f"{self._model} returned {given} for a sample of {', '.join(sample)}.",
             module=self._model,
             remedy='Give it labels by keyword, "labels" or what it calls them, or '
             "compute one loss a sample from its other outputs, for example by "

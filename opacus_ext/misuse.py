@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import difflib
 import inspect
-import math
-import numbers
-from typing import Any, Iterable, Set
+from typing import Any, Callable, Iterable, Sequence, Set, TypedDict
 
 import torch
 from opacus import PrivacyEngine
+from opacus.accountants.registry import _ACCOUNTANTS
 from opacus.accountants.utils import get_noise_multiplier
 from opacus.grad_sample import GradSampleHooks, GradSampleHooksFastGradientClipping
 from opacus.utils.uniform_sampler import (
@@ -33,15 +32,49 @@ from torch.utils.data import (
 
 from opacus_ext.data.copies import refuse_copies
 from opacus_ext.optimizers.loop import LOOPS, plain
-from opacus_ext.refused import Refused, warn_once
+from opacus_ext.refused import Refused, check_argument, check_number, warn_once
 
 _POISSON = UniformWithReplacementSampler, DistributedUniformWithReplacementSampler
 _EVERY_RECORD = SequentialSampler, RandomSampler, DistributedSampler
-# Names that reach ``**kwargs``: of accountants, of adaptive clipping, of this package.
-_MORE_ARGUMENTS = (
-    "alphas poisson eps_error delta_error target_unclipped_quantile "
-    "clipbound_learning_rate max_clipbound min_clipbound unclipped_num_std"
-).split()
+# The types of the arguments stand here once for all overloads of the engine.
+
+
+class NeededArguments(TypedDict):
+    """The arguments that ``make_private`` can't do without, beside its noise."""
+
+    module: nn.Module
+    optimizer: torch.optim.Optimizer
+    data_loader: DataLoader
+    max_grad_norm: float | Sequence[float]
+
+
+class Arguments(NeededArguments, total=False):
+    """The arguments of ``make_private``, beside its noise and its mode."""
+
+    criterion: Callable | None
+    batch_first: bool
+    loss_reduction: str
+    poisson_sampling: bool
+    clipping: Any
+    noise_generator: torch.Generator | None
+    wrap_model: bool
+    rand_on_empty: bool
+    sampling: Any
+    noise: Any
+    take: Callable[[Any, int], Any] | None
+    shared: Sequence[str]
+    on_nonfinite: str
+    # Of accountants.
+    alphas: Any
+    poisson: bool
+    eps_error: float
+    delta_error: float
+    # Of adaptive clipping.
+    target_unclipped_quantile: float
+    clipbound_learning_rate: float
+    max_clipbound: float
+    min_clipbound: float
+    unclipped_num_std: float
 
 
 def check_arguments(
@@ -60,6 +93,8 @@ def check_arguments(
     loss_reduction: str = "mean",
     poisson_sampling: bool = True,
     grad_sample_mode: str = "hooks",
+    noise_generator: object = None,
+    take: object = None,
     **others: Any,
 ) -> None:
     """
@@ -72,7 +107,7 @@ def check_arguments(
     Raises:
         Refused: for a mistake
     """
-    allowed = {*names, *_MORE_ARGUMENTS}
+    allowed = {*names, *Arguments.__annotations__}
     allowed |= set(inspect.signature(get_noise_multiplier).parameters)
     allowed |= _arguments_of_users(engine)
     for name in () if clipping == "adaptive" else others:
@@ -88,6 +123,27 @@ def check_arguments(
             parameter="on_nonfinite",
             remedy='"drop" counts such a sample as zero, with a warning.',
         )
+    check_argument(
+        "loss_reduction",
+        loss_reduction,
+        loss_reduction in ("mean", "sum"),
+        '"mean" or "sum"',
+        "Give the reduction of the criterion.",
+    )
+    check_argument(
+        "noise_generator",
+        noise_generator,
+        noise_generator is None or isinstance(noise_generator, torch.Generator),
+        "a torch.Generator",
+        "Leave it out, unless you have to draw the same noise twice.",
+    )
+    check_argument(
+        "take",
+        take,
+        take is None or callable(take),
+        "a function take(inputs, i)",
+        "opacus_ext.take has some; tensors [B, ...] need none.",
+    )
     check_number("noise_multiplier", noise_multiplier, zero=True)
     several = isinstance(max_grad_norm, (list, tuple))
     for bound in max_grad_norm if several else [max_grad_norm]:
@@ -97,6 +153,14 @@ def check_arguments(
     reduction = getattr(criterion, "reduction", loss_reduction)
     # "hooks" doesn't use the criterion, but a sum is nobody's default.
     used = "ghost" in str(grad_sample_mode) or grad_sample_mode in ("scan", "auto")
+    check_argument(
+        "criterion",
+        criterion,
+        not used or callable(criterion) and not isinstance(criterion, type),
+        "a loss function",
+        "Give an instance, such as torch.nn.CrossEntropyLoss(), or None for losses "
+        "that the model computes itself.",
+    )
     if reduction != loss_reduction and (used or reduction == "sum"):
         raise Refused(
             f"The criterion has reduction={reduction!r}, and make_private "
@@ -104,6 +168,33 @@ def check_arguments(
             parameter="loss_reduction",
             remedy="Make them the same.",
         )
+
+
+def check_parts(module: object, optimizer: object, data_loader: object) -> None:
+    """Refuses what is no model, no optimizer or no loader."""
+    check_argument(
+        "module",
+        module,
+        isinstance(module, nn.Module),
+        "a torch.nn.Module",
+        "Give the model itself: module=model.",
+    )
+    check_argument(
+        "optimizer",
+        optimizer,
+        hasattr(optimizer, "param_groups") and not isinstance(optimizer, type),
+        "an optimizer",
+        "Give one of the model's parameters, such as "
+        "torch.optim.SGD(model.parameters(), lr=0.1).",
+    )
+    check_argument(
+        "data_loader",
+        data_loader,
+        hasattr(data_loader, "dataset"),
+        "a loader of a data set",
+        "Give torch.utils.data.DataLoader(dataset, batch_size=...), whose batch size "
+        "is the expected one of a step.",
+    )
 
 
 def _arguments_of_users(engine: PrivacyEngine) -> Set[str]:
@@ -120,20 +211,6 @@ def closest(name: str, names: Iterable[str], otherwise: str) -> str:
     """Asks whether the name most like this one is meant."""
     found = difflib.get_close_matches(name, list(names), 1)
     return f"Is {found[0]!r} meant?" if found else otherwise
-
-
-def check_number(
-    name: str, value: Any, *, zero: bool = False, below: float = math.inf
-) -> None:
-    """Refuses what is no number above zero (or zero, if allowed) and below another."""
-    number = isinstance(value, numbers.Real) and not isinstance(value, bool)
-    if not (number and (0 < value < below or zero and value == 0)):
-        most = "finite" if below == math.inf else f"below {below:g}"
-        least = "zero or more" if zero else "above zero"
-        raise Refused(
-            f"{name} must be a number, {most} and {least}, got {value!r}.",
-            parameter=name,
-        )
 
 
 def _check_optimizer(
@@ -301,9 +378,9 @@ def check_loader(
         warn_once(
             engine,
             "poisson",
-            "poisson_sampling=False: get_epsilon goes on as if each step drew records "
-            "by chance, which a shuffled loader does not, and the true epsilon may be "
-            "larger. Leave it out.",
+            "poisson_sampling=False leaves the loader as it is, and get_epsilon takes "
+            "each step's records as drawn at random: the true epsilon may be larger. "
+            "Leave poisson_sampling out.",
         )
 
 
@@ -345,6 +422,18 @@ def check_size(engine: PrivacyEngine, size: int, records: int) -> None:
 # -- the budget ------------------------------------------------------------------------
 
 
+def check_accountant(name: object) -> None:
+    """Refuses what is no accountant's name."""
+    known = sorted(_ACCOUNTANTS)
+    check_argument(
+        "accountant",
+        name,
+        isinstance(name, str) and name in known,
+        "the name of an accountant",
+        closest(str(name), known, f"There are {', '.join(known)}."),
+    )
+
+
 def check_delta(
     engine: PrivacyEngine, delta: Any, dataset: Any, name: str = "delta"
 ) -> None:
@@ -355,6 +444,7 @@ def check_delta(
         warn_once(
             engine,
             "delta",
-            f"{name}={delta:g} is over one over the {records} records: publishing a "
-            "record would satisfy it. Take less.",
+            f"{name}={delta:g} is more than 1 / {records}, one over the number of "
+            "records. Publishing a whole record would satisfy such a guarantee. Choose "
+            "a delta well below that.",
         )

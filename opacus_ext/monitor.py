@@ -13,8 +13,9 @@ from torch.distributed.tensor import DTensor
 from opacus_ext.grad_sample.factors import norm_of_each
 from opacus_ext.grad_sample.parallel.sharding import group_of
 from opacus_ext.optimizers.optimizer import ClippingOptimizer
-from opacus_ext.refused import Refused
+from opacus_ext.refused import Refused, check_argument, check_number
 from opacus_ext.secure import with_noise
+from opacus_ext.tables import in_a_line
 
 # In units of C. One bin an octave: few bins have little noise.
 THRESHOLDS = tuple(2.0**i for i in range(-6, 7))
@@ -69,13 +70,16 @@ class Monitor:
         share: float = 0.01,
     ):
         _check_optimizer(optimizer)
-        for name, value in ("share", share), ("delta", 0.5 if delta is None else delta):
-            if not 0 < value < 1:
-                raise Refused(
-                    f"Monitor got {name}={value}.",
-                    parameter=name,
-                    remedy=f"Pass a {name} between 0 and 1.",
-                )
+        check_argument(
+            "engine",
+            engine,
+            isinstance(engine, PrivacyEngine),
+            "a PrivacyEngine",
+            "Give the engine whose make_private has made the optimizer.",
+        )
+        check_number("share", share, below=1)
+        if delta is not None:
+            check_number("delta", delta, below=1)
         self.engine, self.optimizer = engine, optimizer
         self.delta, self.share = delta, share
         self._reset()
@@ -95,7 +99,13 @@ class Monitor:
         return str(self.optimizer.ran)
 
     def __repr__(self) -> str:
-        return f"Monitor of {self._steps} steps. {self.ran}"
+        return in_a_line(
+            self,
+            steps=self._steps,
+            delta=self.delta,
+            share=self.share,
+            last_step=self.ran.partition(": ")[2] or None,
+        )
 
     def close(self) -> None:
         """Leaves the optimizer as it was before. Idempotent."""

@@ -35,9 +35,8 @@ from opacus_ext.data.logical import LogicalBatches, PhysicalBatch, derive_seed
 from opacus_ext.data.sampling import Sampling
 from opacus_ext.grad_sample.modes.common import Attachment, private_model_of
 from opacus_ext.ledger import ledger_of
-from opacus_ext.misuse import check_number
 from opacus_ext.optimizers.optimizer import ClippingOptimizer
-from opacus_ext.refused import Refused
+from opacus_ext.refused import Refused, check_number
 from opacus_ext.secure import SecureSource
 
 
@@ -53,7 +52,8 @@ def check_budget(
             "Give either target_epsilon or noise_multiplier; got "
             f"{target_epsilon} and {noise_multiplier}.",
             parameter="target_epsilon",
-            remedy="The noise is chosen for the one, or is the other.",
+            remedy="target_epsilon chooses the noise for a budget; noise_multiplier is "
+            "the noise itself.",
         )
     if target_epsilon is not None:
         check_number("target_epsilon", target_epsilon)

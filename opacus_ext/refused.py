@@ -1,7 +1,9 @@
-"""The package's one exception, and its warnings."""
+"""The package's one exception, checks of arguments that raise it, and warnings."""
 
 from __future__ import annotations
 
+import math
+import numbers
 import sys
 import warnings
 from typing import Any, Optional
@@ -45,6 +47,66 @@ class Refused(ValueError, RuntimeError):
 
     def __reduce__(self) -> Any:
         return _restored, (self.reason, self.module, self.parameter, self.remedy)
+
+
+def check_number(
+    name: str,
+    value: Any,
+    *,
+    zero: bool = False,
+    below: float = math.inf,
+    whole: bool = False,
+) -> None:
+    """Refuses what is no number above zero (or zero, if allowed) and below another."""
+    number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    fits = number and (0 < value < below or zero and value == 0)
+    if not fits or whole and value % 1:
+        most = "finite" if below == math.inf else f"below {below:g}"
+        least = "zero or more" if zero else "above zero"
+        tensor = hasattr(value, "tolist")
+        raise Refused(
+            f"{name} must be a {'whole ' if whole else ''}number, {most} and {least}, "
+            f"got {value!r}.",
+            parameter=name,
+            remedy=f"Give plain numbers: {name}.tolist()." if tensor else None,
+        )
+
+
+def check_argument(
+    name: str, value: object, fits: bool, what: str, remedy: str
+) -> None:
+    """
+    Refuses an argument of the wrong kind.
+
+    Args:
+        name, value: of the argument
+        fits: False for the wrong kind
+        what: it must be, with its article
+        remedy: what to do about it
+    """
+    if not fits:
+        raise Refused(
+            f"{name} must be {what}, got {describe(value)}.",
+            parameter=name,
+            remedy=remedy,
+        )
+
+
+def describe(value: object) -> str:
+    """
+    Returns a few words on a value: itself if it is short, and its type otherwise.
+
+    Example:
+        >>> describe(None), describe("adam"), describe([0.5] * 100), describe(list)
+        ('None', "'adam'", 'a value of type list', 'the class list')
+    """
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    # Long values and default texts, <... object at 0x...>, tell less than their type.
+    short = value is None or isinstance(value, (str, numbers.Number))
+    if short and len(repr(value)) < 60:
+        return repr(value)
+    return f"a value of type {type(value).__name__}"
 
 
 class ProcessFailure(Refused):

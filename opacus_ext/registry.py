@@ -28,7 +28,7 @@ from opacus_ext.modes import MODES, Mode
 from opacus_ext.private_torch import is_batched, take_checkpoints
 
 _METHODS = "make_private make_private_with_epsilon get_epsilon privacy_statement "
-_METHODS += "save_checkpoint load_checkpoint __init__ "
+_METHODS += "save_checkpoint load_checkpoint __init__ __repr__ "
 # Users' engines may call these by super(), or by the name of Opacus's class.
 _METHODS += "_prepare_model _prepare_optimizer _prepare_data_loader _prepare_criterion"
 

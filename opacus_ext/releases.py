@@ -22,7 +22,7 @@ from torch import Tensor
 
 from opacus_ext.accountants.profiles import gaussian_sensitivity
 from opacus_ext.accountants.whole import record_whole
-from opacus_ext.refused import Refused
+from opacus_ext.refused import Refused, check_number
 from opacus_ext.secure import SecureSource, with_noise
 
 __all__ = [
@@ -142,12 +142,14 @@ def noise_for(epsilon: float, delta: float, share: float = 1.0) -> float:
         >>> f"{noise_for(5.0, 1e-5):.3f} {noise_for(5.0, 1e-5, share=0.0225):.3f}"
         '0.892 5.946'
     """
-    if not 0 < epsilon < math.inf or not 0 < delta < 1 or not 0 < share <= 1:
+    check_number("epsilon", epsilon)
+    check_number("delta", delta, below=1)
+    check_number("share", share)
+    if share > 1:
         raise Refused(
-            f"epsilon={epsilon}, delta={delta}, share={share}.",
+            f"share={share} is more than the whole budget.",
             parameter="share",
-            remedy="Pass a positive, finite epsilon, a delta between 0 and 1, and a "
-            "share above 0, up to 1.",
+            remedy="Pass a share above 0, up to 1.",
         )
     # A little below: what an accountant adds for its own rounding stays within.
     mu = gaussian_sensitivity(epsilon * (1 - 1e-8), math.log(delta))

@@ -23,8 +23,9 @@ from opacus.accountants.accountant import IAccountant
 from opacus_ext.accountants import Bounds, PRVBoundsAccountant
 from opacus_ext.checkpoints import read
 from opacus_ext.ledger import BROKEN, LEDGER, Ledger, ledger_of, with_steps
-from opacus_ext.refused import Refused
+from opacus_ext.refused import Refused, check_number
 from opacus_ext.runs import RUNS, installed_versions, runs_of
+from opacus_ext.tables import in_a_line
 
 __all__ = [
     "PrivacyStatement",
@@ -83,6 +84,13 @@ class PrivacyStatement:
         return _text(self.content)
 
     def __str__(self) -> str:
+        return self.text
+
+    def __repr__(self) -> str:
+        names = "holds", "epsilon", "delta", "unit", "steps", "accountant"
+        return in_a_line(self, **{name: self.content[name] for name in names})
+
+    def _repr_markdown_(self) -> str:
         return self.text
 
     def json(self) -> str:
@@ -199,13 +207,14 @@ def state(
     targets = [run["target_delta"] for run in runs if run.get("target_delta")]
     delta = [None, *targets][-1] if delta is None else delta
     records = max((run.get("records") or 0 for run in runs), default=0) or None
-    if delta is None or not 0 < delta < 1:
+    if delta is None:
         advice = f" {records} records: below {1 / records:.1g}." if records else ""
         raise Refused(
-            f"The delta of the guarantee is not between 0 and 1: {delta}.",
+            "The delta of the guarantee is not known.",
             parameter="delta",
             remedy=f"Pass one well below one over the number of {unit}s.{advice}",
         )
+    check_number("delta", delta, below=1)
     phases = [
         {
             "sampling": "poisson",

@@ -261,7 +261,7 @@ REFUSED = [
     (LINEAR, lambda m, b: m(b[0]).mean(), ONE_LOSS),
     (LINEAR, lambda m, b: m(b[0]), ONE_LOSS),
     (LINEAR, lambda m, b: 0.0, ONE_LOSS),
-    (LINEAR, lambda m, b: m(b[0])[:, 0].repeat(2), ONE_LOSS),
+    (LINEAR, lambda m, b: m(b[0])[:, 0].repeat(2), "no tensor of the batch has"),
     (mlp().requires_grad_(False), CE(), "no trainable parameter"),
     (nn.Linear(5, 3), CE(), "mat1 and mat2|must match|shape"),
 ]

@@ -297,7 +297,7 @@ class TestCriterion:
         """[B, 1] and [B] give [B, B] for the batch, and what is meant for a sample."""
         private = self.private(mode, kind(), 4)
         y, target = private.module(self.x)[:, :1], torch.tensor([-2.0, 2, -2, 2])
-        with pytest.warns(UserWarning, match="mean over samples: it gives"):
+        with pytest.warns(UserWarning, match="alone.*it gives.*compare the shapes"):
             loss = private.criterion(y, target)
         assert torch.allclose(loss.detach(), kind()(y[:, 0], target))
 
@@ -425,7 +425,7 @@ class TestModelLosses:
         batch = dict(tokens(3, 6), num_items_in_batch=torch.tensor(7))
         with pytest.raises(ValueError, match="num_items_in_batch"):
             model_losses(gpt2(), batch)
-        with pytest.raises(ValueError, match="GPT2LMHeadModel gave no loss for input"):
+        with pytest.raises(ValueError, match="GPT2LMHeadModel returned no loss for a sample of input"):
             model_losses(gpt2(), tokens(3, 6, labels=False))
 
     @pytest.mark.parametrize(
@@ -464,7 +464,7 @@ class TestModelLosses:
         if how not in ("rows", "none"):
             check_losses(model, batch, 1e-10)
             return
-        match = dict(rows=r"a loss of shape \(\d+,\)", none="gave no loss")[how]
+        match = dict(rows=r"a loss of shape \(\d+,\)", none="returned no loss")[how]
         for mode in ("hooks", None):
             module = mode and make_private(model, mode, batch_size=3).module
             with pytest.raises(ValueError, match=match):

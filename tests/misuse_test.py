@@ -399,7 +399,7 @@ WARNED = {
     "no Poisson": (lambda: Setup(poisson_sampling=False), "poisson_.*may be larger"),
     "weights": (lambda: Setup(**weighted()), "WeightedRandomSampler is replaced"),
     "buckets": (lambda: Setup(data_loader=buckets()), "list is replaced"),
-    "delta": (lambda: Setup().engine.get_epsilon(0.5), "delta=0.5 is over one over"),
+    "delta": (lambda: Setup().engine.get_epsilon(0.5), "delta=0.5 is more than 1 / 32"),
     "two engines": (two_engines, "another PrivacyEngine.*add up"),
     "left out": (lambda: Setup(**half()), r"2 trainable param.*3.weight, \.\.\."),
     "eval": (in_loop("ghost_bk", loop("eval", *["whole"] * 2)), "in evaluation mode"),
@@ -407,7 +407,7 @@ WARNED = {
         in_loop("ghost_bk", loop(*["zero_grad", divided, "step"] * 2)),
         "divided by 4",
     ),
-    "views": (in_loop("ghost_bk", views), "samples, where 8 records.*RecordModel"),
+    "views": (in_loop("ghost_bk", views), "samples, but the loader draws 8 records.*RecordModel"),
     "raw loader": (in_loop("ghost_bk", loop("whole", "whole")), "go over the returned one"),
 }
 

@@ -104,6 +104,7 @@ _ENGINE = "opacus.privacy_engine.PrivacyEngine."
 REPLACED = [
     "opacus.accountants.registry._ACCOUNTANTS[prv_bounds]",
     _ENGINE + "__init__",
+    _ENGINE + "__repr__",
     _ENGINE + "_prepare_criterion",
     _ENGINE + "_prepare_data_loader",
     _ENGINE + "_prepare_model",

@@ -283,10 +283,10 @@ class Stream(IterableDataset):
         (Poisson(), {}, "either expected_batch_size or sample_rate"),
         (Poisson(expected_batch_size=2, sample_rate=0.1), {}, "either"),
         (Poisson(expected_batch_size=25), {}, "at most 24"),
-        (Poisson(sample_rate=0.0), {}, "probability 0"),
-        (Poisson(sample_rate=0.1, steps=0), {}, "steps=0"),
+        (Poisson(sample_rate=0.0), {}, "sample_rate must be .*got 0.0"),
+        (Poisson(sample_rate=0.1, steps=0), {}, "steps must be .*got 0"),
         (Poisson(sample_rate=0.1), {"poisson_sampling": False}, "Leave one of them"),
-        ("poisson", {}, "Give opacus_ext.data.Poisson"),
+        ("poisson", {}, "give opacus_ext.data.Poisson"),
         (
             Poisson(sample_rate=0.1),
             {"loader": DataLoader(Stream(), batch_size=2)},

@@ -153,7 +153,7 @@ def test_delta_is_that_of_the_run_or_asked_for():
     with pytest.raises(Refused, match="64 records: below 0.02"):
         run().engine.privacy_statement()
     for delta in (0, 1.0, -1e-5):
-        with pytest.raises(Refused, match="not between 0 and 1"):
+        with pytest.raises(Refused, match="delta must be a number, below 1"):
             run().engine.privacy_statement(delta)
     (note,) = run().engine.privacy_statement(0.1).content["notes"]
     assert "not below one over 64 records" in note

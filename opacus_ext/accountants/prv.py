@@ -8,6 +8,7 @@ from opacus.accountants.accountant import IAccountant
 
 from opacus_ext.accountants.composition import Composition, check_step
 from opacus_ext.refused import Refused
+from opacus_ext.tables import in_a_line
 
 
 class PRVBoundsAccountant(Composition, IAccountant):
@@ -42,6 +43,15 @@ class PRVBoundsAccountant(Composition, IAccountant):
         >>> f"{accountant.get_delta(epsilon=0.0).upper:.3f}"
         '0.166'
     """
+
+    def __repr__(self) -> str:
+        steps = sum(steps for *_, steps in self.history)
+        if len(self.history) != 1:
+            return in_a_line(self, steps=steps, phases=len(self.history))
+        noise, rate, _ = self.history[0]
+        return in_a_line(
+            self, steps=steps, noise_multiplier=float(noise), sample_rate=float(rate)
+        )
 
     @classmethod
     def mechanism(cls) -> str:

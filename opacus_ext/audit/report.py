@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import List, NamedTuple
+from typing import List, NamedTuple, Tuple
 
-from opacus_ext.tables import text_table
+from opacus_ext.tables import html_table, text_table
 
 
 class Finding(NamedTuple):
@@ -77,6 +77,12 @@ class Audit:
         )
 
     def __str__(self) -> str:
+        return f"{self.verdict}\n\n{text_table(*self._table(), rule=True)}"
+
+    def _repr_html_(self) -> str:
+        return html_table(*self._table(), [self.verdict])
+
+    def _table(self) -> Tuple[List[str], List[List[str]]]:
         noise = [f for f in self.findings if f.test == "noise" and not f.broken]
         others = [f for f in self.findings if f not in noise]
         rows = [
@@ -89,5 +95,4 @@ class Audit:
             subject = f"{len(noise)} parameters and steps"
             span = f"{min(sizes):.3g} to {max(sizes):.3g}"
             rows.append(["noise", subject, "1", span, noise[0].unit, "ok"])
-        header = ["test", "of", "claimed", "measured", "in", ""]
-        return f"{self.verdict}\n\n{text_table(header, rows, rule=True)}"
+        return ["test", "of", "claimed", "measured", "in", ""], rows

@@ -32,7 +32,7 @@ from opacus_ext.checks.subject import (
 )
 from opacus_ext.grad_sample.parallel.sharding import find_group
 from opacus_ext.progress import progress
-from opacus_ext.refused import Refused
+from opacus_ext.refused import Refused, check_argument
 
 # An error below this share of the largest gradient entry counts as rounding: the key
 # bias of an attention has a gradient of zero, and every mode gives 1e-17.
@@ -131,6 +131,7 @@ def _check_losses(
     dtype: Optional[torch.dtype],
 ) -> PerSampleGradientReport:
     """Compares losses and modes with every sample run alone."""
+    modes = [modes] if isinstance(modes, str) else modes
     names = [name for name, p in model.named_parameters() if p.requires_grad]
     on_cuda = any(p.is_cuda for p in model.parameters())
     devices = range(torch.cuda.device_count()) if on_cuda else []
@@ -215,6 +216,13 @@ def refuse_alike(batch: Any) -> None:
 
 def _refuse_model(model: nn.Module) -> None:
     """Refuses a model that can't be checked."""
+    check_argument(
+        "model",
+        model,
+        isinstance(model, nn.Module),
+        "a torch.nn.Module",
+        "Give the model first, then the batch and the loss.",
+    )
     private = any(
         isinstance(m, AbstractGradSampleModule)
         or hasattr(m, "autograd_grad_sample_hooks")

@@ -7,7 +7,7 @@ from typing import Dict, List, NamedTuple, Optional, Tuple
 
 import torch
 
-from opacus_ext.tables import text_table
+from opacus_ext.tables import html_table, text_table
 
 
 class Cell(NamedTuple):
@@ -95,11 +95,19 @@ class PerSampleGradientReport:
         return self._with("differs") or self._with("factor")
 
     def __str__(self) -> str:
+        tables = [text_table(*self._table(), rule=True)] if self.cells else []
+        return "\n".join([*tables, *self._notes()])
+
+    def _repr_html_(self) -> str:
+        return html_table(*self._table(), self._notes())
+
+    def _table(self) -> Tuple[List[str], List[List[str]]]:
         rows = [[name, *map(str, row.values())] for name, row in self.cells.items()]
-        lines = []
-        if rows:
-            lines.append(text_table(["parameter", *self.modes], rows, rule=True))
-        lines += [f"! {finding}" for finding in (*self.findings, *self.leaks)]
+        return ["parameter", *self.modes], rows
+
+    def _notes(self) -> List[str]:
+        """The lines below the table."""
+        lines = [f"! {finding}" for finding in (*self.findings, *self.leaks)]
         lines += [f"! {mode} refused: {text}" for mode, text in self.refused.items()]
         if self._with("factor"):
             lines.append(
@@ -107,11 +115,10 @@ class PerSampleGradientReport:
                 "that it is clipped by is not"
             )
         last = "ok" if self.ok else "NOT ok"
-        if rows:
+        if self.cells:
             kind = str(self.dtype).removeprefix("torch.")
             last += f": max_grad_norm {self.max_grad_norm:.3g}, {kind}, "
             last += f"tolerance {self.tolerance:.0e}"
         elif self.ok:
             last += ": no record changes what others add to the gradient of the step"
-        lines.append(last)
-        return "\n".join(lines)
+        return [*lines, last]

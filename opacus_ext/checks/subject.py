@@ -11,7 +11,7 @@ from opacus import PrivacyEngine
 from torch import nn
 
 from opacus_ext.losses import PerSample
-from opacus_ext.refused import Refused
+from opacus_ext.refused import Refused, add_note, check_argument, describe
 
 T = torch.Tensor
 LossFn = Callable[[nn.Module, Any], T]
@@ -43,6 +43,7 @@ class Subject:
         loss_fn: Union[nn.Module, LossFn],
         dtype: Optional[torch.dtype],
     ):
+        _check_parts(batch, loss_fn, dtype)
         plain = without_dropout(model)
         for kind in (dtype, None) if dtype else (None,):
 
@@ -55,12 +56,21 @@ class Subject:
             try:
                 self.losses = self.run(self.model(), self.batch)
                 break
-            except Exception:  # a kernel is missing in this dtype, or the model fails
+            except Exception as error:
+                # A kernel is missing in this dtype, or the model fails.
                 if kind is None:
+                    if isinstance(error, (AttributeError, TypeError)):
+                        add_note(error, _CALLED[self._loss_fn is loss_fn])
                     raise
         size = len(self.losses)
         if all(len(tensor) != size for tensor in tensors_of(batch)):
-            raise not_per_sample(f"{size} losses for a batch without {size} rows")
+            raise Refused(
+                f"loss_fn returned {size} losses, and no tensor of the batch has "
+                f"{size} rows, which would be the samples.",
+                parameter="batch",
+                remedy="Put samples together to tensors [B, ...], for example by "
+                "torch.utils.data.default_collate(samples).",
+            )
         self.samples = [rows_of(self.batch, [b], size) for b in range(size)]
 
     def model(self) -> nn.Module:
@@ -77,17 +87,71 @@ class Subject:
         losses = self._loss_fn(model, map_tensors(lambda t: t.detach().clone(), batch))
         if isinstance(losses, T) and losses.dim() == 1:
             return losses
-        got = f"shape {(*losses.shape,)}" if isinstance(losses, T) else losses
-        raise not_per_sample(f"{got} instead of [B]")
+        got = describe(losses)
+        if isinstance(losses, T):
+            got = f"a tensor of shape {(*losses.shape,)}"
+        raise not_per_sample(got)
+
+
+_OF_TORCH = nn.modules.loss.__name__
+# By whether loss_fn is called as it is.
+_CALLED = {
+    True: "It was called as loss_fn(model, batch), and has to return the losses [B].",
+    False: "A criterion is called as criterion(model(*inputs), target), where batch is "
+    "(*inputs, target). For any other batch or model give loss_fn a function: "
+    "loss_fn(model, batch) returns the losses [B].",
+}
+
+
+def _check_parts(batch: object, loss_fn: object, dtype: Optional[torch.dtype]) -> None:
+    """Refuses arguments of the wrong kind."""
+    check_argument(
+        "loss_fn",
+        loss_fn,
+        callable(loss_fn)
+        and not isinstance(loss_fn, type)
+        and getattr(loss_fn, "__module__", "") != "torch.nn.functional",
+        "a criterion, or a function of the model and the batch",
+        "Give torch.nn.CrossEntropyLoss(), say, opacus_ext.model_losses for a model "
+        "that computes its own loss, or a function: loss_fn(model, batch) returns the "
+        "losses [B].",
+    )
+    check_argument(
+        "dtype",
+        dtype,
+        dtype is None or isinstance(dtype, torch.dtype) and dtype.is_floating_point,
+        "a floating-point type",
+        "Give torch.float64, torch.float32 or None.",
+    )
+    if not _is_criterion(loss_fn):
+        return
+    if not isinstance(batch, (tuple, list)) or not all(map(tensors_of, batch)):
+        names = (
+            f" of {', '.join(map(str, batch))}" if isinstance(batch, Mapping) else ""
+        )
+        raise Refused(
+            "A criterion takes a batch (*inputs, target) of tensors, got "
+            f"{describe(batch)}{names}.",
+            parameter="batch",
+            remedy="Give (inputs, target), where inputs may be a dict, or give loss_fn "
+            "a function: loss_fn(model, batch) returns the losses [B]. Of a model that "
+            "computes its own loss that is opacus_ext.model_losses.",
+        )
 
 
 def not_per_sample(got: str) -> Refused:
     """The error for what is not one loss per sample."""
     return Refused(
-        f"loss_fn gives {got}; it must give one loss per sample.",
+        f"loss_fn returned {got}; it has to return one loss per sample, [B].",
         parameter="loss_fn",
-        remedy='Give it a reduction of "none", and average within samples.',
+        remedy='Leave out the mean over the batch: take reduction="none", and average '
+        "within each sample. A model that computes its own loss has "
+        "loss_fn=opacus_ext.model_losses.",
     )
+
+
+def _is_criterion(loss_fn: object) -> bool:
+    return isinstance(loss_fn, nn.Module) and hasattr(loss_fn, "reduction")
 
 
 def per_sample(
@@ -97,10 +161,11 @@ def per_sample(
     A loss function, or a criterion as one: ``batch`` is ``(*inputs, target)`` then, and
     the criterion's values are averaged in each sample, or summed if it sums.
     """
-    if not isinstance(loss_fn, nn.Module) or not hasattr(loss_fn, "reduction"):
+    if not _is_criterion(loss_fn):
         return loss_fn
-    reduce = torch.sum if loss_fn.reduction == "sum" else torch.mean
-    criterion: Any = copy.deepcopy(loss_fn).to(dtype)
+    criterion: Any = copy.deepcopy(loss_fn)
+    criterion.to(dtype)
+    reduce = torch.sum if criterion.reduction == "sum" else torch.mean
     criterion.reduction = "none"
 
     def losses(model: nn.Module, batch: Any) -> T:
@@ -109,6 +174,15 @@ def per_sample(
             output = model(**inputs[0])
         else:
             output = model(*inputs)
+        if not isinstance(output, T) and type(criterion).__module__ == _OF_TORCH:
+            raise Refused(
+                f"The model returned {describe(output)}, and "
+                f"{type(criterion).__name__} takes a tensor.",
+                parameter="loss_fn",
+                remedy="Give loss_fn a function that computes the losses [B] from it, "
+                'by a criterion with reduction="none", or opacus_ext.model_losses for '
+                "the loss of the model itself.",
+            )
         values = criterion(output, target)
         return values if values.dim() < 2 else reduce(values.flatten(1), 1)
 

@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader
 
 from opacus_ext.data.draws import count_records
 from opacus_ext.data.sampling import CyclicPoisson, Poisson, Sampling
-from opacus_ext.refused import Refused
+from opacus_ext.refused import Refused, describe
 
 
 def cyclic(
@@ -83,9 +83,10 @@ def check_sampling(sampling: Any, poisson_sampling: bool) -> None:
     """Refuses what does not draw the batches of this model."""
     if not isinstance(sampling, Sampling):
         raise Refused(
-            f"sampling={sampling!r} is no way to draw batches.",
+            f"sampling must say how batches are drawn, got {describe(sampling)}.",
             parameter="sampling",
-            remedy="Give opacus_ext.data.Poisson(...).",
+            remedy="Leave it out for Poisson sampling with the loader's batch size, or "
+            "give opacus_ext.data.Poisson(expected_batch_size=...).",
         )
     if not poisson_sampling:
         raise Refused(

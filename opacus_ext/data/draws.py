@@ -8,11 +8,13 @@ from typing import Any, Callable, Iterator, List, Optional, Tuple
 import numpy as np
 import torch
 import torch.distributed as dist
+from opacus.data_loader import DPDataLoader
 from opacus.utils.batch_memory_manager import BatchSplittingSampler
 from opacus.utils.uniform_sampler import UniformWithReplacementSampler
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from opacus_ext.refused import Refused, waited_in_vain
+from opacus_ext.tables import in_a_line
 
 
 class _SharedOut:
@@ -192,6 +194,32 @@ def count_records(dataset: Dataset) -> int:
     return len(dataset)  # type: ignore[arg-type]
 
 
+class _Shown:
+    """Shows a loader in a line."""
+
+    dataset: Any
+    batch_sampler: Any
+
+    def __repr__(self) -> str:
+        records = len(self.dataset)
+        rate = getattr(self.batch_sampler, "sample_rate", None)
+        return in_a_line(
+            self,
+            type(self.dataset).__name__,
+            records=records,
+            expected_batch_size=None if rate is None else float(rate * records),
+            batches=len(self.batch_sampler),
+        )
+
+
+class PoissonLoader(_Shown, DPDataLoader):
+    """Opacus's loader of Poisson batches."""
+
+
+class DrawnLoader(_Shown, DataLoader):
+    """A loader of the batches that a :class:`Draws` draws."""
+
+
 def loader_like(
     stock: DataLoader,
     dataset: Dataset,
@@ -200,7 +228,7 @@ def loader_like(
     generator: Any = None,
 ) -> DataLoader:
     """Returns a loader of other batches, with the workers of ``stock``."""
-    return DataLoader(
+    return DrawnLoader(
         dataset,
         batch_sampler=batch_sampler,
         collate_fn=collate_fn,

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Callable, Dict, Optional, Tuple
 
 from opacus_ext.accountants.whole import record_whole
-from opacus_ext.refused import Refused
+from opacus_ext.refused import Refused, check_number
 
 # A plan names a way to draw, and must not wait for the import of torch.
 if TYPE_CHECKING:
@@ -61,12 +61,8 @@ class Poisson:
 
     def check(self, records: int) -> None:
         """Refuses impossible sizes."""
-        if self.steps is not None and (self.steps != int(self.steps) or self.steps < 1):
-            raise Refused(
-                f"steps={self.steps} of an epoch is not a whole number above zero.",
-                parameter="steps",
-                remedy="Leave it out for one over the sampling rate.",
-            )
+        if self.steps is not None:
+            check_number("steps", self.steps, whole=True)
         if (self.expected_batch_size is None) == (self.sample_rate is None):
             raise Refused(
                 f"{type(self).__name__} takes either expected_batch_size or "
@@ -74,7 +70,10 @@ class Poisson:
                 parameter="expected_batch_size",
                 remedy="Give one of the two.",
             )
-        if not 0 < self.rate(records) <= 1:
+        size = self.expected_batch_size
+        name = "sample_rate" if size is None else "expected_batch_size"
+        check_number(name, getattr(self, name))
+        if self.rate(records) > 1:
             raise Refused(
                 f"{self} would draw each of {records} records with probability "
                 f"{self.rate(records):g}.",

@@ -12,7 +12,8 @@ import torch
 from torch.utils.data import Dataset
 
 from opacus_ext.data.copies import find_copies
-from opacus_ext.refused import Refused
+from opacus_ext.refused import Refused, check_argument, check_number
+from opacus_ext.tables import in_a_line
 
 
 class UserRecords(Dataset):
@@ -61,6 +62,20 @@ class UserRecords(Dataset):
         users: Union[str, Sequence[Hashable], torch.Tensor],
         records_per_step: Optional[int] = 1,
     ):
+        check_argument(
+            "dataset",
+            dataset,
+            hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__"),
+            "a data set with __len__ and __getitem__",
+            "Give the records by number, such as list(records).",
+        )
+        check_argument(
+            "users",
+            users,
+            hasattr(users, "__iter__") and getattr(users, "ndim", 1) > 0,
+            "a key of the records, or the user of each record",
+            'Give "user", say, or [record["user"] for record in dataset].',
+        )
         self.dataset, self.key = dataset, users if isinstance(users, str) else None
         if isinstance(users, str):
             users = [_user_in(dataset[i], users, i) for i in range(len(dataset))]
@@ -76,16 +91,14 @@ class UserRecords(Dataset):
             ids = users.tolist()
         if len(ids) != len(dataset) or not ids:
             raise Refused(
-                f"{len(dataset)} records of {len(ids)} users, one for each record.",
+                f"The data set has {len(dataset)} records, and users has {len(ids)} "
+                "entries.",
                 parameter="users",
                 remedy="Give the user of each record, in the order of the records.",
             )
-        if records_per_step is not None and records_per_step < 1:
-            raise Refused(
-                f"records_per_step={records_per_step} leaves nothing to train on.",
-                parameter="records_per_step",
-                remedy="Give 1 or more, or None for all records of a user.",
-            )
+        if records_per_step is not None:
+            check_number("records_per_step", records_per_step, whole=True)
+            records_per_step = int(records_per_step)
         self.records_per_step = records_per_step
         self._records: Dict[Hashable, List[int]] = {}  # numbers, by user
         ids = [_plain(user, i) for i, user in enumerate(ids)]
@@ -114,6 +127,14 @@ class UserRecords(Dataset):
 
     def __len__(self) -> int:
         return len(self.users)
+
+    def __repr__(self) -> str:
+        return in_a_line(
+            self,
+            users=len(self),
+            records=len(self.dataset),
+            records_per_step=self.records_per_step or "all",
+        )
 
     def __getitem__(self, index: int) -> Any:
         """Draws records of user ``index``."""

@@ -31,9 +31,9 @@ _OF_ANOTHER = (
     "changed since."
 )
 _ALIKE = (
-    "What another run of this process has released, whose records were drawn by the "
-    "same random numbers (it was seeded alike): the two do not add up as independent "
-    "ones."
+    "The sum of this run and another one of this process: both were seeded with the "
+    "same number and drew the same records, so that their epsilons do not add up as "
+    "those of independent runs. Seed once, before the first run."
 )
 _KEPT = 2**16  # draws of which the state of the generator is known
 

@@ -331,10 +331,10 @@ class LoopMonitor:
             note_broken(
                 optimizer,
                 "views",
-                f"A step had {size} samples, where {usual:.0f} records are drawn on "
-                "average: if a record makes several, its gradients are clipped one by "
-                "one and epsilon does not hold. Views or sequences of a record are one "
-                "sample with opacus_ext.losses.RecordModel.",
+                f"A step had {size} samples, but the loader draws {usual:.0f} records "
+                "on average. If one record makes several samples, each of them is "
+                "clipped alone, and epsilon does not hold. Make them one sample by "
+                "opacus_ext.losses.RecordModel.",
             )
 
 

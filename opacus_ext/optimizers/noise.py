@@ -25,8 +25,9 @@ else:
 
 _optimizers: "weakref.WeakSet[NoisyOptimizer]" = weakref.WeakSet()
 _ALIKE = (
-    "What another run of this process has released, which has the same noise (it was "
-    "seeded alike): the difference of the two has none."
+    "The difference between this run and another one of this process: both were seeded "
+    "with the same number, so that their noise is the same and cancels. Seed once, "
+    "before the first run."
 )
 # Parameters of so few entries share a draw: starting kernels takes longer than they do.
 _SMALL = 2**16

@@ -43,6 +43,7 @@ from opacus_ext.ledger import note_beside, note_broken
 from opacus_ext.optimizers.draws import NOT_TAKEN
 from opacus_ext.optimizers.noise import NoisyOptimizer, divide, on_this_process
 from opacus_ext.refused import Refused, warn_once
+from opacus_ext.tables import in_a_line
 
 
 class _Unfinished(NamedTuple):
@@ -211,7 +212,18 @@ class ClippingOptimizer(NoisyOptimizer):
         return "" if private is None else str(private.ways)
 
     def __repr__(self) -> str:
-        return f"{super().__repr__()}\n{self.ran}"
+        run = self.run or {}
+        bounds = self.every_bound
+        return in_a_line(
+            self,
+            type(self.original_optimizer).__name__,
+            grad_sample_mode=run.get("grad_sample_mode"),
+            noise_multiplier=float(self.noise_multiplier),
+            max_grad_norm=float(bounds[0]) if len(bounds) == 1 else "one a parameter",
+            clipping=self.clipping.name,
+            expected_batch_size=self.expected_batch_size,
+            last_step=self.ran.partition(": ")[2] or None,
+        )
 
     def _look_at_draws(self) -> None:
         """

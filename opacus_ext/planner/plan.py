@@ -36,6 +36,7 @@ from opacus_ext.planner.noise import (
 )
 from opacus_ext.progress import progress
 from opacus_ext.refused import Refused
+from opacus_ext.tables import html_table, in_short
 
 _NEAR_END = 1.1  # a point of the lattice of sizes, and of steps
 # Points to a factor of two. Those of batches and steps divide those of sizes: at any
@@ -269,6 +270,12 @@ trainer.train()"""
             budget["flops"] = None
         more = dict(budget=budget, make_private=arguments)
         return {**asdict(self), **more, "parts": self.parts, "notes": self.notes()}
+
+    def _repr_html_(self) -> str:
+        values = self.__dict__.items()
+        shown = {k: v for k, v in values if isinstance(v, (int, float, str))}
+        rows = [[name, in_short(value)] for name, value in shown.items()]
+        return html_table(["plan", ""], rows, [*self.caveats, *self.notes()])
 
     def doubled_noise(self) -> Dict[str, float]:
         """

@@ -7,9 +7,8 @@ from typing import Any, List, Optional
 
 from opacus_ext.clipping import CLIPPINGS
 from opacus_ext.engine import INDEPENDENT
-from opacus_ext.misuse import check_number
 from opacus_ext.private_training import check_budget, check_random
-from opacus_ext.refused import Refused
+from opacus_ext.refused import Refused, check_argument, check_number
 from opacus_ext.registry import MODES
 from opacus_ext.supported import Run, refuse
 
@@ -88,6 +87,13 @@ class PrivacyArguments:
             self.per_sample_max_grad_norm = bound = bound[0]
         for each in bound if isinstance(bound, (list, tuple)) else [bound]:
             check_number("per_sample_max_grad_norm", each)
+        check_argument(
+            "shared",
+            self.shared,
+            not isinstance(self.shared, str),
+            "a list of names",
+            f"Give [{self.shared!r}].",
+        )
         mode, clipping = self.grad_sample_mode, self.clipping
         noise = "secure" if self.secure_mode else INDEPENDENT
         refuse(Run("PrivateTrainer", mode=mode, clipping=clipping, noise=noise))

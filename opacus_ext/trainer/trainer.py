@@ -42,7 +42,7 @@ from opacus_ext.private_torch import (
     tree_unflatten,
 )
 from opacus_ext.private_training import Basis, PrivateTraining, Same
-from opacus_ext.refused import Refused
+from opacus_ext.refused import Refused, describe
 from opacus_ext.supported import Run, kind_of, refuse
 from opacus_ext.trainer.arguments import PrivacyArguments
 from opacus_ext.trainer.checkpoint import forget_state, read_state, write_state
@@ -174,8 +174,8 @@ class PrivateTrainer(Trainer):
     ):
         if not isinstance(privacy, PrivacyArguments):
             raise Refused(
-                f"{type(self).__name__} was given no PrivacyArguments as privacy, but "
-                f"{type(privacy).__name__}.",
+                f"{type(self).__name__} needs the argument privacy, a "
+                f"PrivacyArguments, got {describe(privacy)}.",
                 parameter="privacy",
                 remedy="Add privacy=PrivacyArguments(target_epsilon=8, "
                 "target_delta=1e-5), or what you need.",

@@ -136,9 +136,9 @@ def test_a_run_that_goes_on_draws_the_same_records(tmp_path):
 @pytest.mark.parametrize(
     "given, message",
     [
-        ((data(), [1, 2]), "8 records of 2 users"),
+        ((data(), [1, 2]), "8 records, and users has 2 entries"),
         (([], []), "0 records"),
-        ((data(), USERS, 0), "records_per_step=0"),
+        ((data(), USERS, 0), "records_per_step must be a whole number.*got 0"),
     ],
 )
 def test_refused(given, message):

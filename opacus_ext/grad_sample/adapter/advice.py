@@ -43,7 +43,7 @@ NOT_NAMED = Words(
 )
 NO_TENSOR = Words(
     "{model}:",
-    "was called without a tensor of samples, with {given}",
+    "was called without a tensor that has a row for each sample, with {given}",
     "Pass tensors [B, ...], or make_private(take=function), where function(inputs, i) "
     "gives sample i as a batch of one.",
 )

@@ -246,9 +246,21 @@ class SampleCriterion:
             )
         self.warn(
             "criterion",
-            f"The loss of {self.name} is the {self.reduction} over samples: {values} "
-            "Labels that are ignored, class weights and lengths make a sample count by "
-            "what the others have in the one and not in the other.",
+            f"{self.name} is applied to each sample alone: {values} The second number "
+            f"is what is trained. {self._advice()}",
+        )
+
+    def _advice(self) -> str:
+        """Returns what to do where the batch's loss is not that of its samples."""
+        if getattr(self.criterion, "weight", None) is not None:
+            return (
+                "Class weights cancel in the mean over one label. To weigh samples, "
+                "pass criterion=opacus_ext.PerSample() to make_private, and call "
+                "criterion(losses, weights=class_weights[labels])."
+            )
+        return (
+            "Nothing has to be done if labels are ignored or lengths differ. If not, "
+            "compare the shapes of outputs and targets."
         )
 
     def _check_constants(

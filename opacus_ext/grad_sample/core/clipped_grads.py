@@ -47,7 +47,7 @@ from opacus_ext.grad_sample.core.values import Key, key_function
 from opacus_ext.grad_sample.factors import dtype_of, tf32_settings
 from opacus_ext.grad_sample.rules import NotAtOnce
 from opacus_ext.private_torch import TreeSpec, tree_flatten, tree_unflatten
-from opacus_ext.refused import Refused
+from opacus_ext.refused import Refused, add_note, check_argument
 
 T = torch.Tensor
 Loss = Callable[[Any], Any]
@@ -260,6 +260,13 @@ def _trained(params: Mapping[str, T], microbatch: int | None) -> dict[str, T]:
     refuse_tensor_parallel(params)
     trained = {}
     for name, parameter in params.items():
+        if not isinstance(parameter, T):
+            raise Refused(
+                f"params[{name!r}] is no tensor, but of type "
+                f"{type(parameter).__name__}.",
+                parameter="params",
+                remedy="Give dict(model.named_parameters()).",
+            )
         if parameter.requires_grad:
             trained[name] = parameter
     names: dict[Key, str] = {}
@@ -319,6 +326,13 @@ class _Losses:
     def __init__(
         self, loss: Loss, params: dict[str, T], total: ClippedSum | DenseGrads
     ):
+        check_argument(
+            "loss",
+            loss,
+            callable(loss),
+            "a function of one sample",
+            "Give lambda sample: ..., which returns the sample's loss.",
+        )
         self.loss, self.total = loss, total
         self.names, self.params = list(params), list(params.values())
         self._groups: list[_GroupLosses] = []
@@ -382,7 +396,16 @@ class _Losses:
             rows = torch.arange(samples.size)
         row = rows[number : number + 1]
         with torch.enable_grad():
-            values, structure = _loss_and_aux(self.loss(samples.alone(number)))
+            try:
+                value = self.loss(samples.alone(number))
+            except TypeError as error:
+                add_note(
+                    error,
+                    "The loss is called with one argument, a sample: the batch cut "
+                    "down to one row.",
+                )
+                raise
+            values, structure = _loss_and_aux(value)
         with no_autocast():
             losses, ones = values[:1], [torch.ones_like(values[0])]
             gradients = gradients_alone(losses, ones, self.params, self.names)

@@ -24,7 +24,7 @@ from typing import (
 import torch
 from torch.nn import functional as F
 
-from opacus_ext.refused import Refused
+from opacus_ext.refused import check_number
 
 T = torch.Tensor
 _workspace = 64 * 2**20
@@ -220,12 +220,7 @@ def workspace(num_bytes: int | None = None) -> int:
     global _workspace
     if num_bytes is None:
         return _workspace
-    if num_bytes <= 0:
-        raise Refused(
-            f"The workspace must be positive, got {num_bytes} bytes.",
-            parameter="num_bytes",
-            remedy="Results do not depend on it; the default is 64 MiB.",
-        )
+    check_number("num_bytes", num_bytes)
     before, _workspace = _workspace, int(num_bytes)
     return _Bound(before)
 

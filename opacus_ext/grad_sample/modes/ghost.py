@@ -41,6 +41,7 @@ from opacus_ext.grad_sample.modes.common import (
 )
 from opacus_ext.private_torch import DisableTorchFunctionSubclass, tree_leaves, tree_map
 from opacus_ext.refused import Refused, warn_once
+from opacus_ext.tables import in_a_line
 
 T = torch.Tensor
 
@@ -261,6 +262,9 @@ class ClippedCriterion(stock.DPLossFastGradientClipping):
         super().__init__(*args, **kwargs)
         warn = functools.partial(warn_once, self.optimizer)
         self.by_sample = SampleCriterion(self.criterion, self.loss_reduction, warn)
+
+    def __repr__(self) -> str:
+        return in_a_line(self, repr(self.criterion), loss_reduction=self.loss_reduction)
 
     def __call__(self, *args: Any, shape: Any = None, **kwargs: Any) -> ClippedLoss:
         private = self.module.private
