@@ -36,7 +36,8 @@ class PrivacyArguments:
         shared: names of inputs made by data_collator that all records of a batch
             share, such as a table of positions; all other inputs have one row for each
             record
-        accountant: "prv_bounds", "prv" or "rdp" ("gdp" of Opacus can report too little)
+        accountant: "prv_bounds", whose epsilon is an upper bound, "prv" or "rdp" ("gdp"
+            of Opacus can report too little)
         log_loss: logs the training loss, which is not private
         monitor: "private" logs clipping and gradient norms by
             :class:`opacus_ext.monitor.Monitor`, within the same epsilon; "off" logs
@@ -68,7 +69,7 @@ class PrivacyArguments:
     shared: Optional[List[str]] = _field(
         None, "names of inputs that all records share", nargs="*"
     )
-    accountant: str = _field("prv", "prv_bounds, prv or rdp")
+    accountant: str = _field("prv_bounds", "prv_bounds, prv or rdp")
     log_loss: bool = _field(True, "log the training loss, which is not private")
     monitor: str = _field("off", "log clipping and norms: private or off")
     privacy_seed: Optional[int] = _field(None, "of noise and batches, for tests")

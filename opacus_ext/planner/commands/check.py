@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from pathlib import Path
 from typing import Any, Iterable, Tuple
@@ -16,12 +17,16 @@ from opacus_ext.losses import model_losses
 from opacus_ext.planner.commands.output import print_result
 from opacus_ext.planner.measure import made_by
 from opacus_ext.refused import Refused
-from opacus_ext.statement import read_statement
+from opacus_ext.statement import find_spent, read_statement
 
 
 def statement(args: argparse.Namespace) -> int:
     """Prints the privacy statement of a checkpoint; 1 if no guarantee is known."""
-    found = read_statement(args.checkpoint, args.delta, unit=args.unit)
+    file = find_spent(args.checkpoint)
+    folder = os.path.dirname(file)
+    if os.path.isdir(args.checkpoint) and not os.path.samefile(folder, args.checkpoint):
+        print(f"The last checkpoint there: {folder}", file=sys.stderr)
+    found = read_statement(file, args.delta, unit=args.unit)
     print(found.json() if args.json else found.text.rstrip("\n"))
     return int(found.content["holds"] == "no")
 

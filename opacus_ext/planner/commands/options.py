@@ -75,7 +75,9 @@ Single steps are tested with the noise multiplier given, and one short run. The 
 is 0 if nothing contradicts the claims, else 1.""",
     "statement": """examples:
   opacus-ext statement run.pt                   of engine.save_checkpoint
-  opacus-ext statement out/checkpoint-500       of PrivateTrainer
+  opacus-ext statement out                      of PrivateTrainer: the last checkpoint
+  opacus-ext statement out/model                of its save_model
+  opacus-ext statement last.ckpt                of Lightning with PrivacyCallback
 
 The status is 1 if no guarantee is known, as with poisson_sampling=False.""",
 }
@@ -175,9 +177,9 @@ target                 text              ; a folder of transformers, or module:f
 --length=8             whole 2 512       ; of these, in tokens
 """,
     "statement": """
-checkpoint             text              ; a file, or PrivateTrainer's folder
+checkpoint             text              ; a file, or a folder of PrivateTrainer
 --delta                number >0 1       ; of the guarantee; that of the noise
---unit=record          text              ; what a record is, as user
+--unit                 text              ; what a record is, as user; that of the data
 """,
 }
 
