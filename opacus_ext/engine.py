@@ -82,6 +82,7 @@ class PrivacyEngine(opacus.PrivacyEngine):
     privacy_statement = privacy_statement
 
     def __init__(self, *, accountant: str = "prv_bounds", secure_mode: bool = False):
+        PrivacyEngine._begin()
         with warnings.catch_warnings():
             if secure_mode:  # Opacus would warn that it is off
                 warnings.filterwarnings("ignore", message="Secure RNG turned off")

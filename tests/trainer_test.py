@@ -24,6 +24,7 @@ from opacus_ext.data.logical import derive_seed
 from opacus_ext.grad_sample.adapter.model import PrivateModel
 from opacus_ext.losses import RecordModel, cross_entropy
 from opacus_ext.refused import Refused
+from opacus_ext.statement import read_statement
 from opacus_ext.trainer import PRIVACY_STATE, PrivacyArguments, PrivateTrainer
 
 from . import tiny
@@ -469,7 +470,7 @@ SAVED = {
 
 @pytest.mark.parametrize("name", SAVED)
 def test_what_is_saved_is_an_ordinary_model(name, tmp_path):
-    """Without RecordModel, without hooks, and with its epsilon nowhere beside it."""
+    """Without RecordModel, hooks and the state of the noise, with what was spent."""
     build, inner, given = SAVED[name]
     given = {**given, **SAVING, "eval_strategy": "steps", "eval_steps": 2}
     given |= {"load_best_model_at_end": True}
@@ -482,6 +483,10 @@ def test_what_is_saved_is_an_ordinary_model(name, tmp_path):
     best = tmp_path / f"checkpoint-{2 * scores.index(min(scores)) + 2}"
     run.save_model(str(tmp_path / "saved"))
     assert PRIVACY_STATE not in os.listdir(tmp_path / "saved")
+    stated = run.privacy_statement()
+    assert stated.content["epsilon"] == run.get_epsilon()
+    assert read_statement(tmp_path / "saved").content == stated.content
+    assert read_statement(best).content["steps"] <= stated.content["steps"]
     for path in (tmp_path / "saved", best):
         loaded = transformers.GPT2LMHeadModel.from_pretrained(path)
         assert distance(weights(loaded), weights(inner(run))) == 0
