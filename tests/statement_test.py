@@ -101,6 +101,26 @@ def test_one_epsilon_whichever_accountant_the_engine_has(accountant):
     assert all(SAID[accountant] in note for note in notes)
 
 
+# dp-accounting 0.6.0: the larger epsilon of an addition and a removal, by its PLD with
+# an interval of 1e-4. noise, rate, steps, delta, epsilon
+PLD = [
+    (1.0, 0.01, 1000, 1e-5, 1.828243645591767),
+    (1.1, 256 / 60000, 3000, 1e-5, 1.0439395813571033),
+    (2.0, 0.25, 40, 1e-3, 2.692044559740215),
+    (0.8, 0.02, 300, 1e-5, 3.7874306490529595),
+    (3.0, 1.0, 10, 1e-5, 4.652984570661137),
+    (0.54, 0.25, 4, 1e-3, 7.928221178178173),
+]
+
+
+@pytest.mark.parametrize("noise, rate, steps, delta, expected", PLD)
+def test_epsilon_is_that_of_other_software(noise, rate, steps, delta, expected):
+    accountant = create_accountant("prv_bounds")
+    accountant.history = [(noise, rate, steps)]
+    epsilon = state(accountant, [], delta).content["epsilon"]
+    assert expected - 1e-6 < epsilon < expected + 1e-3
+
+
 class Counts(PRVBoundsAccountant):
     """An accountant of a user, which may count more than its history has."""
 

@@ -476,6 +476,10 @@ def test_what_is_saved_is_an_ordinary_model(name, tmp_path):
     given |= {"load_best_model_at_end": True}
     given["eval_dataset"] = given.get("data", texts())[:5]
     run, other = (trainer(tmp_path, build(), **given) for _ in range(2))
+    run.save_model(str(tmp_path / "saved"))
+    run.create_model_card()
+    assert "privacy.json" not in os.listdir(tmp_path / "saved")
+    assert "Privacy statement" not in (tmp_path / "README.md").read_text()
     run.train()
     other.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     assert distance(weights(run.model), weights(other.model)) == 0
@@ -486,6 +490,10 @@ def test_what_is_saved_is_an_ordinary_model(name, tmp_path):
     stated = run.privacy_statement()
     assert stated.content["epsilon"] == run.get_epsilon()
     assert read_statement(tmp_path / "saved").content == stated.content
+    for _ in range(2):
+        run.create_model_card(tags="private")
+    card = (tmp_path / "README.md").read_text()
+    assert card.count(stated.text) == 1 and "### Training hyperparameters" in card
     assert read_statement(best).content["steps"] <= stated.content["steps"]
     for path in (tmp_path / "saved", best):
         loaded = transformers.GPT2LMHeadModel.from_pretrained(path)

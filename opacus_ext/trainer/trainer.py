@@ -118,9 +118,10 @@ class PrivateTrainer(Trainer):
     among TRL's, SFTTrainer is supported. A model in a
     :class:`~opacus_ext.losses.RecordModel` is saved without that wrapper.
 
-    A checkpoint has one more file, privacy.pt, with the accountant's history and the
-    random state of the noise: whoever has it can subtract the noise, so do not publish
-    it.
+    What weights have spent is saved beside them, in privacy.json, and
+    ``create_model_card`` puts :meth:`privacy_statement` into the model card. A
+    checkpoint has privacy.pt as well, with the random state of the noise: whoever has
+    it can subtract the noise, so do not publish it.
 
     On several processes B is times their number, and each has its share of a logical
     batch. ``TrainingArguments(fsdp=True, fsdp_config={...})`` shards the model by
