@@ -42,7 +42,6 @@ def add_run(
     max_grad_norm: Any = None,
     grad_sample_mode: str = "hooks",
     poisson_sampling: bool = True,
-    noise_generator: Any = None,
     **kwargs: Any,
 ) -> Dict[str, Any]:
     """
@@ -74,7 +73,6 @@ def add_run(
         "sampling": described,
         "bands": bands,
         "secure_mode": bool(engine.secure_mode),
-        "seeded": noise_generator is not None,
         "versions": installed_versions(),
     }
     add_runs(engine, [run])

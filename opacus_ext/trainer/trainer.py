@@ -546,7 +546,8 @@ class PrivateTrainer(Trainer):
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """Creates a model card like ``Trainer``, with the privacy statement."""
-        super().create_model_card(*args, **kwargs)
+        with self._inner_model():
+            super().create_model_card(*args, **kwargs)
         if self.is_world_process_zero() and len(self.engine.accountant):
             path = os.path.join(self.args.output_dir, "README.md")
             with open(path, "a", encoding="utf-8") as file:
