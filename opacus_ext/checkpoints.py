@@ -5,21 +5,18 @@ from __future__ import annotations
 import copy
 import os
 import warnings
-from pickle import UnpicklingError
 from typing import Any, Dict, Optional
 
 import opacus
 import torch
 
-from opacus_ext.ledger import LEDGER, ledger_of, with_steps
+from opacus_ext.ledger import LEDGER, ledger_of
 from opacus_ext.refused import Refused
-from opacus_ext.runs import RUNS, add_runs, runs_of
+from opacus_ext.runs import ACCOUNTANT, RUNS, add_runs, spent_by
 
 #: The key of a checkpoint for the state that noise is drawn from.
 NOISE = "opacus_ext_noise"
-# Errors of torch.load on files that were cut short or hold forbidden objects.
-_UNREADABLE = UnpicklingError, RuntimeError, EOFError, KeyError, ValueError
-_PARTS = ("module_state_dict", "privacy_accountant_state_dict")
+_PARTS = ("module_state_dict", ACCOUNTANT)
 
 
 def write(path: Any, content: Dict[str, Any], **kwargs: Any) -> None:
@@ -73,7 +70,7 @@ def read(path: Any, parameter: str = "path", **kwargs: Any) -> Dict[str, Any]:
         open(path, "rb").close()  # a missing file gets its own error
     try:
         return torch.load(path, weights_only=True, **kwargs)
-    except (*_UNREADABLE, OSError) as error:  # OSError: seeks beyond the end
+    except Exception as error:  # unpickling raises any kind, as the bytes have it
         raise Refused(
             f"{path} can't be read: it was cut short, is no checkpoint, or holds other "
             "objects than tensors and plain values.",
@@ -101,14 +98,10 @@ def save_checkpoint(
     can subtract the noise: publish the weights alone. An existing file is replaced
     once the new one is complete.
     """
-    ledger, accountant = ledger_of(self), self.accountant
-    spent = with_steps(accountant, ledger.missing(accountant.history))
     content = {
         **(checkpoint_dict or {}),
-        RUNS: runs_of(self),
-        LEDGER: ledger.state_dict(spent.history),
+        **spent_by(self),
         "module_state_dict": module.state_dict(**(module_state_dict_kwargs or {})),
-        "privacy_accountant_state_dict": spent.state_dict(),
     }
     if hasattr(optimizer, "noise_state"):
         content[NOISE] = optimizer.noise_state()
@@ -165,7 +158,7 @@ def load_checkpoint(
             parameter="repeat_noise",
             remedy="Pass optimizer= to save_checkpoint and load_checkpoint.",
         )
-    spent = content["privacy_accountant_state_dict"]
+    spent = content[ACCOUNTANT]
     _count_both(self.accountant, spent)
     weights = content["module_state_dict"]
     module.load_state_dict(weights, **(module_load_dict_kwargs or {}))

@@ -96,7 +96,8 @@ class PrivacyEngine(opacus.PrivacyEngine):
     ``make_private_with_epsilon``.
 
     Args:
-        accountant: "prv", "rdp", "gdp" or "prv_bounds"
+        accountant: "prv_bounds", whose epsilon is an upper bound, or "prv", "rdp" or
+            "gdp" of Opacus
         secure_mode: True draws noise and batches by random numbers of the operating
             system, and noise without the traces of floating-point numbers
             (:mod:`opacus_ext.secure`)
@@ -106,7 +107,8 @@ class PrivacyEngine(opacus.PrivacyEngine):
     load_checkpoint = checkpoints.load_checkpoint
     privacy_statement = privacy_statement
 
-    def __init__(self, *, accountant: str = "prv", secure_mode: bool = False):
+    def __init__(self, *, accountant: str = "prv_bounds", secure_mode: bool = False):
+        PrivacyEngine._begin()
         misuse.check_accountant(accountant)
         with warnings.catch_warnings():
             if secure_mode:  # Opacus would warn that it is off
@@ -335,11 +337,13 @@ class PrivacyEngine(opacus.PrivacyEngine):
         if isinstance(noise, Banded):
             sampling = cyclic(sampling, noise.bands, loader)
         if sampling is None:
+            # For 99 batches Opacus would round 1 / (1 / 99) down, to 98 steps.
+            steps = math.ceil(epochs * len(loader))
             made = _stock["make_private_with_epsilon"](
                 self,
                 target_epsilon=target_epsilon,
                 target_delta=target_delta,
-                epochs=epochs,
+                epochs=(steps + 0.5) / len(loader),
                 **kwargs,
             )
         else:
@@ -360,7 +364,8 @@ class PrivacyEngine(opacus.PrivacyEngine):
         accountant = with_steps(self.accountant, missing)
         if any(noise == 0 for noise, *_ in accountant.history):
             return math.inf  # some accountants raise an error
-        return max(accountant.get_epsilon(delta), 0.0) if len(accountant) else 0.0
+        epsilon = accountant.get_epsilon(delta) if len(accountant) else 0.0
+        return max(float(epsilon), 0.0)  # of numpy's otherwise
 
     # -- what Opacus's make_private calls ----------------------------------------------
 

@@ -26,6 +26,7 @@ from opacus_ext.engine import INDEPENDENT
 from opacus_ext.grad_sample.modes.ghost import ClippedLoss
 from opacus_ext.private_training import Basis, PrivateTraining, Same, check_random
 from opacus_ext.refused import Refused
+from opacus_ext.statement import PrivacyStatement
 from opacus_ext.supported import Run, kind_of, refuse
 
 try:
@@ -80,7 +81,7 @@ class PrivacyCallback(Callback):
         module: the name of the module that ``training_step`` calls, such as "model"; by
             default the LightningModule itself, ``self(...)``
         max_physical_batch_size: the most records ``training_step`` is given at once
-        accountant: "prv", "prv_bounds" or "rdp"
+        accountant: "prv_bounds", whose epsilon is an upper bound, "prv" or "rdp"
         sampling: of ``opacus_ext.data``, if batches are to be drawn otherwise
         seed: of noise and batches, for tests. By default it is secret
         repeat_noise: see :class:`~opacus_ext.trainer.PrivacyArguments`; dropout is not
@@ -116,7 +117,7 @@ class PrivacyCallback(Callback):
         criterion: str = "criterion",
         module: str = "",
         max_physical_batch_size: Optional[int] = None,
-        accountant: str = "prv",
+        accountant: str = "prv_bounds",
         sampling: Optional[Sampling] = None,
         seed: Optional[int] = None,
         repeat_noise: bool = False,
@@ -151,6 +152,16 @@ class PrivacyCallback(Callback):
     def get_epsilon(self, delta: Optional[float] = None) -> float:
         """Returns the epsilon spent so far, at ``target_delta`` or another delta."""
         return self._training.get_epsilon(delta)
+
+    def privacy_statement(
+        self, delta: Optional[float] = None, *, unit: Optional[str] = None
+    ) -> PrivacyStatement:
+        """
+        Returns what may be said of the weights, see
+        :func:`opacus_ext.statement.privacy_statement`; at ``target_delta`` or another
+        delta.
+        """
+        return self._training.privacy_statement(delta, unit)
 
     def _refuse_model(self, pl_module: Any) -> None:
         """Refuses a model that is not trained here."""
@@ -352,8 +363,7 @@ class PrivacyCallback(Callback):
         """Returns what a checkpoint holds."""
         if self._training.optimizer is None:
             return {}
-        state = self._training.state_dict(self._config)
-        return {**state, "accountant": dict(state["accountant"])}
+        return self._training.state_dict(self._config)
 
     def load_state_dict(self, state_dict: Dict[str, Any]) -> None:
         """Keeps the state until training begins."""

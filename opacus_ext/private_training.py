@@ -34,10 +34,12 @@ from opacus_ext.data.draws import Draws, loader_like
 from opacus_ext.data.logical import LogicalBatches, PhysicalBatch, derive_seed
 from opacus_ext.data.sampling import Sampling
 from opacus_ext.grad_sample.modes.common import Attachment, private_model_of
-from opacus_ext.ledger import ledger_of
+from opacus_ext.ledger import LEDGER, ledger_of
 from opacus_ext.optimizers.optimizer import ClippingOptimizer
 from opacus_ext.refused import Refused, check_number
+from opacus_ext.runs import ACCOUNTANT, RUNS, add_runs, runs_of, spent_by
 from opacus_ext.secure import SecureSource
+from opacus_ext.statement import PrivacyStatement, privacy_statement
 
 
 def check_budget(
@@ -157,7 +159,14 @@ class PrivateTraining:
         """
         Returns the epsilon that has been spent, at ``target_delta`` or another delta.
         """
-        return float(self.engine.get_epsilon(delta or self.target_delta))
+        return self.engine.get_epsilon(delta or self.target_delta)
+
+    def privacy_statement(
+        self, delta: Optional[float] = None, unit: Optional[str] = None
+    ) -> PrivacyStatement:
+        """Returns the statement of all training so far."""
+        delta = self.target_delta if delta is None else delta
+        return privacy_statement(self.engine, delta, unit=unit)
 
     def logical_batches(
         self, sampling: Sampling, records: int, physical_batch_size: int, items: int = 1
@@ -192,9 +201,12 @@ class PrivateTraining:
         if self.saved is not None:
             if self.noise is not None:
                 self.noise.seed()
-            self.engine.accountant.load_state_dict(self.saved["accountant"])
+            self.engine.accountant.load_state_dict(self.saved[ACCOUNTANT])
             spent = self.engine.accountant.history
-            ledger_of(self.engine).go_on(spent)
+            ledger = ledger_of(self.engine)
+            ledger.go_on(spent)
+            ledger.load_state_dict(self.saved[LEDGER])
+            add_runs(self.engine, self.saved[RUNS])
         called = module
         if self.process[1] > 1 and not any(
             isinstance(part, FSDPModule) for part in module.modules()
@@ -211,6 +223,7 @@ class PrivateTraining:
             wrap_model=False,
             **kwargs,
         )
+        runs_of(self.engine)[-1]["target_delta"] = self.target_delta
         self.optimizer.draws, self._taken = None, _Taken()  # they have numbers
         private = private_model_of(module)
         if private is not None:
@@ -348,8 +361,8 @@ class PrivateTraining:
     def state_dict(self, config: Dict[str, Any]) -> Dict[str, Any]:
         """Returns what a run with these settings goes on from."""
         return {
+            **spent_by(self.engine),
             "config": config,
-            "accountant": self.engine.accountant.state_dict(),
             "noise_multiplier": self.optimizer.noise_multiplier,
             "noise": None if self.noise is None else self.noise.get_state(),
             "seed": self.seed,

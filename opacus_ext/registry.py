@@ -121,10 +121,12 @@ def _set(owner: Any, name: Any, new: Any) -> None:
 def _by_ours(name: str) -> Callable:
     """Makes a method that calls ours, with the signature of Opacus's."""
     ours = getattr(PrivacyEngine, name)
+    # Programs for Opacus load checkpoints of its default accountant.
+    defaults = {"accountant": "prv"} if name == "__init__" else {}
 
     @functools.wraps(getattr(opacus.PrivacyEngine, name, ours))
     def method(self: opacus.PrivacyEngine, *args: Any, **kwargs: Any) -> Any:
-        return ours(self, *args, **kwargs)
+        return ours(self, *args, **{**defaults, **kwargs})
 
     return method
 

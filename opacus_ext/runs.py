@@ -12,10 +12,13 @@ from torch.utils.data import DataLoader
 
 from opacus_ext.accountants.whole import record_whole
 from opacus_ext.data.sampling import Sampling
-from opacus_ext.ledger import ledger_of
+from opacus_ext.data.users import unit_of
+from opacus_ext.ledger import LEDGER, ledger_of, with_steps
 
 #: Attribute of an engine and key of its checkpoints: one entry per ``make_private``.
 RUNS = "opacus_ext_runs"
+#: Opacus's key of checkpoints for the state of the accountant.
+ACCOUNTANT = "privacy_accountant_state_dict"
 
 
 def runs_of(engine: opacus.PrivacyEngine) -> List[Dict[str, Any]]:
@@ -39,7 +42,6 @@ def add_run(
     max_grad_norm: Any = None,
     grad_sample_mode: str = "hooks",
     poisson_sampling: bool = True,
-    noise_generator: Any = None,
     **kwargs: Any,
 ) -> Dict[str, Any]:
     """
@@ -67,14 +69,25 @@ def add_run(
         ),
         "noise_multiplier": float(optimizer.noise_multiplier),
         "records": records,
+        "unit": unit_of(loader.dataset),
         "sampling": described,
         "bands": bands,
         "secure_mode": bool(engine.secure_mode),
-        "seeded": noise_generator is not None,
         "versions": installed_versions(),
     }
     add_runs(engine, [run])
     return next(known for known in runs_of(engine) if known == run)
+
+
+def spent_by(engine: opacus.PrivacyEngine) -> Dict[str, Any]:
+    """Returns what a checkpoint holds for a statement: plain numbers and names."""
+    accountant, ledger = engine.accountant, ledger_of(engine)
+    spent = with_steps(accountant, ledger.missing(accountant.history))
+    return {
+        RUNS: runs_of(engine),
+        LEDGER: ledger.state_dict(spent.history),
+        ACCOUNTANT: dict(spent.state_dict()),
+    }
 
 
 def installed_versions() -> Dict[str, str]:

@@ -20,11 +20,11 @@ from opacus import PrivacyEngine
 from opacus.accountants import create_accountant
 from opacus.accountants.accountant import IAccountant
 
-from opacus_ext.accountants import Bounds, PRVBoundsAccountant
+from opacus_ext.accountants import PRVBoundsAccountant
 from opacus_ext.checkpoints import read
 from opacus_ext.ledger import BROKEN, LEDGER, Ledger, ledger_of, with_steps
 from opacus_ext.refused import Refused, check_number
-from opacus_ext.runs import RUNS, installed_versions, runs_of
+from opacus_ext.runs import ACCOUNTANT, RUNS, installed_versions, runs_of
 from opacus_ext.tables import in_a_line
 
 __all__ = [
@@ -33,37 +33,50 @@ __all__ = [
     "read_statement",
 ]
 
-PRIVACY_STATE = "privacy.pt"  # in a checkpoint's folder of PrivateTrainer
+#: In the folders that PrivateTrainer writes: what their weights have spent.
+SPENT = "privacy.json"
 
-_REMOVAL = "; additions were found to cost no more than removals, in all cases tried"
-_ERRORS = {
-    "prv": "an upper bound with 0.01 and a thousandth of delta in it" + _REMOVAL,
-    "prv_bounds": "an upper bound, rounding and grid in it" + _REMOVAL,
-    "rdp": "an upper bound, by a closed form; often a third too large",
-    "gdp": "an approximation by the central limit theorem, no bound",
+# Opacus's accountants, whose epsilon logs may have, and why it differs.
+_OTHERS = {
+    "prv": "which adds a margin of 0.01",
+    "rdp": "whose bound is less close",
+    "gdp": "which approximates, and is no bound",
+}
+_NEIGHBORS = {
+    "add or remove one": "two data sets, of which one has one {unit} more",
+    "leave one out in its place": (
+        "two data sets, of which one lacks one {unit}; all others keep their places"
+    ),
 }
 _NOT_COVERED = (
-    "Hyperparameters, stopping and the choice among runs, where private data were "
-    "looked at: each run that was tried spends as much again.",
-    "Losses, metrics, norms and progress bars that were shown or logged: they are "
-    "computed on private data without noise.",
-    "Data that was taken as public: pretraining, tokenizers, normalization and the "
-    "number of records.",
-    "Whoever has several {unit}s in the data: what is protected is one {unit}.",
+    "Choices that were made by looking at private data: hyperparameters, when to stop, "
+    "which run to publish. Each run that was tried has spent its own epsilon.",
+    "Losses, metrics and norms that were shown or logged. They are computed on private "
+    "data, without noise.",
+    "What was taken as public: a pretrained model, a tokenizer, normalization, and the "
+    "number of {units}.",
+    "A person who is in the data as several {units}: one {unit} is protected.",
+)
+_ADDITION = (
+    "Strictly, the addition of one {unit}: epsilon is computed for a removal. An "
+    "addition cost no more in every case tried, but that is not proven."
 )
 _INSECURE = (
-    "The random numbers: whoever has the seed, the generator's state or a checkpoint "
-    "with it can subtract the noise. Keep them secret.",
-    "Attacks on the machine that trains, and floating-point effects of the noise.",
+    "Whoever knows the seed of the random numbers, or has a checkpoint to resume from, "
+    "can subtract the noise. Keep both secret.",
+    "Attacks on the computer that trains, and on the rounding of the noise, which "
+    "secure mode prevents.",
 )
 _SECURE = (
-    "Attacks on the machine that trains, the time that its steps take, and rounding in "
-    "the gradients and their clipped sums, before noise is added.",
+    "Attacks on the computer that trains, the time that its steps take, and rounding "
+    "in the gradients and their clipped sums, before noise is added.",
 )
-# What the text has of the content, and of each make_private.
-_ROWS = "unit records neighboring_relation delta epsilon epsilon_lower epsilon_upper "
-_ROWS += "epsilon_if_poisson accountant numerical_error random_numbers"
-_SETTINGS = "clipping", "max_grad_norm", "grad_sample_mode"
+_RANDOM = {
+    True: "cryptographically secure (secure_mode)",
+    False: "pseudo-random, from torch's generator (no secure_mode)",
+    None: "not recorded",
+}
+_NO_STEP = "No step was taken: nothing was spent."
 _MOST_PHASES = 8  # JSON has all
 
 
@@ -99,14 +112,16 @@ class PrivacyStatement:
 
 
 def privacy_statement(
-    self: PrivacyEngine, delta: Optional[float] = None, *, unit: str = "record"
+    self: PrivacyEngine, delta: Optional[float] = None, *, unit: Optional[str] = None
 ) -> PrivacyStatement:
     """
     The statement of all training so far.
 
     Args:
-        delta: of the guarantee; by default that of ``make_private_with_epsilon``
-        unit: the name of a record, such as "user" if each user has only one record
+        delta: of the guarantee; by default that of the target that noise was chosen for
+        unit: the name of an item of the data set, such as "patient" if each patient has
+            only one. By default the unit of :class:`~opacus_ext.data.UserRecords`,
+            "user", and "record" of other data sets
 
     Raises:
         Refused: without a delta, or for one that is not between 0 and 1
@@ -123,63 +138,93 @@ def read_statement(
     path: Union[str, os.PathLike],
     delta: Optional[float] = None,
     *,
-    unit: str = "record",
+    unit: Optional[str] = None,
 ) -> PrivacyStatement:
     """
-    The statement of a checkpoint.
+    The statement of weights that were saved.
 
     Args:
-        path: a file of ``engine.save_checkpoint``, a checkpoint of ``PrivateTrainer``
-            (its folder, or privacy.pt in it), or one of Lightning with this package's
-            callback
+        path: a folder that ``PrivateTrainer`` has written, by ``save_model`` or as a
+            checkpoint; its ``output_dir``, of which the last checkpoint is read; a file
+            of ``engine.save_checkpoint``; or a checkpoint of Lightning with this
+            package's callback
         delta, unit: as in :func:`privacy_statement`
 
     Raises:
         OSError: if there is no such file
         Refused: if it has no accountant's history, and as :func:`privacy_statement`
     """
-    path = os.fspath(path)
-    if os.path.isdir(path):
-        path = os.path.join(path, PRIVACY_STATE)
-    found: Any = read(path, map_location="cpu")
-    found = found if isinstance(found, Mapping) else {}
-    for callback in (found.get("callbacks") or {}).values():  # Lightning's
-        found = callback if "accountant" in callback else found
-    config = found.get("config") or {}
-    delta = config.get("delta") if delta is None else delta
-    saved, runs = found.get("privacy_accountant_state_dict", {}), found.get(RUNS, [])
-    if "accountant" in found:
-        saved, runs = found["accountant"], [_run_of_trainer(found, config)]
+    file = find_spent(path)
+    is_json = file.endswith(".json")
+    found: Any = _read_json(file) if is_json else read(file, map_location="cpu")
+    for callback in (_mapping(found).get("callbacks") or {}).values():  # Lightning's
+        found = callback if ACCOUNTANT in _mapping(callback) else found
+    found = _mapping(found)
     try:
-        accountant = create_accountant(saved["mechanism"])
-        accountant.load_state_dict(saved)
+        accountant = create_accountant(found[ACCOUNTANT]["mechanism"])
+        accountant.load_state_dict(found[ACCOUNTANT])
     except (KeyError, TypeError, ValueError) as error:
         raise Refused(
-            f"{path} has no accountant's history that can be used ({error}).",
+            f"{file} does not say what its weights have spent.",
             parameter="path",
-            remedy="Pass a file of engine.save_checkpoint, privacy.pt of a checkpoint "
-            "of PrivateTrainer, or a checkpoint of Lightning.",
+            remedy=_PASS,
         ) from error
     ledger = Ledger()
     ledger.go_on(accountant.history)
     ledger.load_state_dict(found.get(LEDGER) or {})
-    return state(accountant, runs, delta, unit, ledger)
+    return state(accountant, found.get(RUNS, []), delta, unit, ledger)
 
 
-def _run_of_trainer(
-    saved: Mapping[str, Any], config: Mapping[str, Any]
-) -> Dict[str, Any]:
-    bound = config.get("per_sample_max_grad_norm", config.get("max_grad_norm"))
-    same = "grad_sample_mode", "clipping", "records", "target_delta"
-    return {
-        **{name: config.get(name) for name in same},
-        "max_grad_norm": bound,
-        "noise_multiplier": saved.get("noise_multiplier"),
-        "sampling": {
-            "scheme": "poisson" if config.get("poisson_sampling", True) else "none"
-        },
-        "secure_mode": config.get("secure_mode", False),
-    }
+_PASS = (
+    "Pass a folder of PrivateTrainer, a file of engine.save_checkpoint, or a "
+    "checkpoint of Lightning with PrivacyCallback."
+)
+
+
+def find_spent(path: Union[str, os.PathLike]) -> str:
+    """
+    Returns the file in a folder that says what weights have spent, that of the last
+    checkpoint if there are several; a file itself.
+
+    Raises:
+        Refused: for a folder without any
+    """
+    path = os.fspath(path)
+    if not os.path.isdir(path):
+        return path
+    steps = {}
+    for name in os.listdir(path):
+        number = name.rpartition("-")[2]
+        if number.isdigit() and os.path.isfile(os.path.join(path, name, SPENT)):
+            steps[int(number)] = os.path.join(path, name, SPENT)
+    file = os.path.join(path, SPENT)
+    if os.path.isfile(file):
+        return file
+    if steps:
+        return steps[max(steps)]
+    files = sorted(name for name in os.listdir(path) if name.endswith((".ckpt", ".pt")))
+    raise Refused(
+        f"The folder {path} has no {SPENT}, which PrivateTrainer writes beside weights "
+        "that it has trained" + (f"; it has {', '.join(files[:3])}." if files else "."),
+        parameter="path",
+        remedy=_PASS,
+    )
+
+
+def _read_json(file: str) -> Any:
+    with open(file, encoding="utf-8") as opened:
+        try:
+            return json.load(opened)
+        except ValueError as error:
+            raise Refused(
+                f"{file} can't be read: it is no JSON ({error}).",
+                parameter="path",
+                remedy=_PASS,
+            ) from error
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
 
 
 # -- content ---------------------------------------------------------------------------
@@ -189,7 +234,7 @@ def state(
     accountant: IAccountant,
     runs: List[Dict[str, Any]],
     delta: Optional[float],
-    unit: str,
+    unit: Optional[str] = None,
     ledger: Optional[Ledger] = None,
 ) -> PrivacyStatement:
     """
@@ -199,20 +244,23 @@ def state(
         accountant: with the steps
         runs: the arguments of ``make_private`` (:func:`opacus_ext.runs.runs_of`)
         delta: by default that of the last run with a target
-        unit: the name of a record
+        unit: the name of an item of the data set; by default that of the runs
         ledger: of the steps that were taken, which the accountant may not have
     """
     ledger = ledger or Ledger()
-    accountant, left_out = _with_all_steps(accountant, ledger)
     targets = [run["target_delta"] for run in runs if run.get("target_delta")]
     delta = [None, *targets][-1] if delta is None else delta
     records = max((run.get("records") or 0 for run in runs), default=0) or None
+    kinds = {run.get("unit", "record") for run in runs}
+    unit = unit or (kinds.pop() if len(kinds) == 1 else "record")
+    units = _several(unit)
+    accountant, notes = _with_all_steps(accountant, ledger, unit)
     if delta is None:
-        advice = f" {records} records: below {1 / records:.1g}." if records else ""
+        known = f" ({records}): below {1 / records:.1g}" if records else ""
         raise Refused(
             "The delta of the guarantee is not known.",
             parameter="delta",
-            remedy=f"Pass one well below one over the number of {unit}s.{advice}",
+            remedy=f"Pass one well below one over the number of {units}{known}.",
         )
     check_number("delta", delta, below=1)
     phases = [
@@ -224,32 +272,32 @@ def state(
         }
         for noise, rate, steps in accountant.history
     ]
-    epsilon, bounds, notes = _spent(accountant, delta)
-    notes += left_out
+    epsilon, mechanism, told = _spent(accountant, delta)
+    notes = told + notes
     if records and delta >= 1 / records:
         notes.append(
-            f"delta={delta:g} is not below one over {records} {unit}s: such a "
+            f"delta={delta:g} is not below one over {records} {units}. Such a "
             "guarantee allows to publish somebody's data."
         )
     bands = sorted({run.get("bands", 1) for run in runs} - {1})
-    holds, more = _conditions(runs, bands, bool(phases))
+    holds, more = _conditions(runs, bands, bool(phases), unit)
     infinite = math.isinf(epsilon)
     proven = holds != "no" and not infinite
-    mechanism = accountant.mechanism()
-    secure = bool(runs) and all(run["secure_mode"] for run in runs)
-    random = "pseudo-random, by torch (no secure_mode)" if runs else "not recorded"
-    random = "cryptographically secure (secure_mode)" if secure else random
-    texts = *_NOT_COVERED, *(_SECURE if secure else _INSECURE)
+    secure = all(run["secure_mode"] for run in runs) if runs else None
+    texts = [*_NOT_COVERED, *(_SECURE if secure else _INSECURE)]
+    if any(rate < 1 for _, rate, _ in accountant.history):
+        texts.append(_ADDITION)
+    not_covered = [text.format(unit=unit, units=units) for text in texts]
+    not_covered += ledger.beside
     versions = [run["versions"] for run in runs if "versions" in run]
-    hidden = "versions", "target_delta", BROKEN
+    hidden = "versions", "target_delta", "unit", BROKEN
+    shown = [{k: v for k, v in run.items() if k not in hidden} for run in runs]
     return PrivacyStatement(
         {
             "statement": "privacy of a training run, opacus_ext, version 1",
             "holds": "no" if infinite else holds,
-            "epsilon": float(epsilon) if proven else None,
-            "epsilon_lower": float(bounds.lower) if proven else None,
-            "epsilon_upper": float(bounds.upper) if proven else None,
-            "epsilon_if_poisson": None if proven or infinite else float(epsilon),
+            "epsilon": epsilon if proven else None,
+            "epsilon_if_poisson": None if proven or infinite else epsilon,
             "delta": delta,
             "unit": unit,
             "records": records,
@@ -257,35 +305,41 @@ def state(
                 "leave one out in its place" if bands else "add or remove one"
             ),
             "accountant": mechanism,
-            "numerical_error": _ERRORS.get(mechanism, "not known"),
-            "random_numbers": random,
+            "random_numbers": _RANDOM[secure],
             "steps": sum(phase["steps"] for phase in phases),
             "phases": phases,
-            "runs": [{k: v for k, v in run.items() if k not in hidden} for run in runs],
+            "runs": [run for i, run in enumerate(shown) if run not in shown[:i]],
             "notes": notes + more,
-            "not_covered": [text.format(unit=unit) for text in texts] + ledger.beside,
+            "not_covered": not_covered,
             "versions": versions[-1] if versions else installed_versions(),
         }
     )
 
 
+def _several(unit: str) -> str:
+    """Returns the plural of a word."""
+    if unit.endswith("y") and unit[-2:-1] not in "aeiou":
+        return f"{unit[:-1]}ies"
+    return f"{unit}es" if unit.endswith(("s", "x", "ch", "sh")) else f"{unit}s"
+
+
 def _conditions(
-    runs: List[Dict[str, Any]], bands: List[int], stepped: bool
+    runs: List[Dict[str, Any]], bands: List[int], stepped: bool, unit: str
 ) -> Tuple[str, List[str]]:
     """Returns "yes", "no" or the condition of the guarantee, and notes on it."""
     holds, notes = "yes", []
     if not runs and stepped:
         holds = "if every batch was drawn by Poisson sampling"
         notes.append(
-            "How batches were drawn and clipped was not recorded: the run was made "
-            "private without opacus_ext."
+            "How batches were drawn and gradients clipped was not recorded: the run "
+            "was made private without opacus_ext."
         )
     if any(run["sampling"]["scheme"] == "none" for run in runs):
         holds = "no"
         notes.append(
-            "Batches were not drawn by a sampling scheme that accountants know "
-            "(poisson_sampling=False): no guarantee is known. epsilon_if_poisson is "
-            "what Poisson sampling would have spent; it is no bound for this run."
+            "Batches were not drawn by Poisson sampling (poisson_sampling=False), and "
+            "for other batches no guarantee is known. What Poisson sampling would have "
+            "spent is no bound for this run."
         )
     broken = [reason for run in runs for reason in run.get(BROKEN, [])]
     if broken:
@@ -293,15 +347,15 @@ def _conditions(
         notes += dict.fromkeys(broken)
     notes += [
         f"The noise of {b} steps in a row is correlated, and they draw from {b} parts "
-        f"of the data set in turn: a step below stands for a round of {b}, as it is "
-        "accounted. A record that is removed leaves all others in their parts."
+        f"of the data set in turn. What is counted are rounds of {b} steps. One {unit} "
+        "that is removed leaves all others in their parts."
         for b in bands
     ]
     return holds, notes
 
 
 def _with_all_steps(
-    accountant: IAccountant, ledger: Ledger
+    accountant: IAccountant, ledger: Ledger, unit: str
 ) -> Tuple[IAccountant, List[str]]:
     """Adds the steps that an accountant does not have; returns notes on these."""
     own = ledger.missing(accountant.history)
@@ -309,80 +363,135 @@ def _with_all_steps(
     notes = []
     if count := sum(steps for *_, steps in own):
         notes.append(
-            f"{count} steps were taken that the accountant does not have (it was "
-            "replaced, or its history was changed); they are in this statement."
+            f"{count} steps are in this statement that the accountant does not have: "
+            "it was replaced, or its history was changed."
         )
     if count := sum(steps for *_, steps in every) - count:
         notes.append(
-            f"{count} steps of other engines, with the same parameters, are in this "
-            "statement: for a record of other data sets epsilon is smaller."
+            f"{count} steps of other engines, which trained the same parameters, are "
+            f"in this statement. For one {unit} of only one of the data sets epsilon "
+            "is smaller."
         )
     return with_steps(accountant, every), notes
 
 
-def _spent(accountant: IAccountant, delta: float) -> Tuple[float, Bounds, List[str]]:
-    """Epsilon, its bounds, and a note on it."""
-    other = accountant
-    if not isinstance(other, PRVBoundsAccountant):
-        other = PRVBoundsAccountant()
-        other.history = list(accountant.history)
-    bounds = other.get_bounds(delta)
-    if not len(other):
-        return 0.0, bounds, ["No step was taken: nothing was spent."]
-    if math.isinf(bounds.upper):
-        note = "Epsilon is infinite: too little noise was added."
-        return bounds.upper, bounds, [note]
-    if other is accountant:
-        return bounds.upper, bounds, []
+def _spent(accountant: IAccountant, delta: float) -> Tuple[float, str, List[str]]:
+    """Epsilon, the name of the accountant that gives it, and notes on it."""
+    bounds = PRVBoundsAccountant()
+    bounds.history = list(accountant.history)
+    epsilon, name = bounds.get_epsilon(delta), bounds.mechanism()
+    if not len(bounds):
+        return 0.0, name, [_NO_STEP]
+    if math.isinf(epsilon):
+        return epsilon, name, ["Epsilon is infinite: too little noise was added."]
+    if accountant.mechanism() == name:
+        return epsilon, name, []
     with np.errstate(all="ignore"):  # Opacus's logs of 0 at a rate of 1
-        epsilon = float(accountant.get_epsilon(delta))
-    if bounds.lower <= epsilon < math.inf:
-        return epsilon, bounds, []
+        other = float(accountant.get_epsilon(delta))
+    if accountant.mechanism() not in _OTHERS and other > epsilon:
+        return other, accountant.mechanism(), []  # it may count what we do not know
+    if _up(other) == _up(epsilon):
+        return epsilon, name, []
+    why = _OTHERS.get(accountant.mechanism(), "which says less than what holds")
     note = (
-        f"The accountant {accountant.mechanism()!r} says {epsilon:.4g}, below what is "
-        "proven; the upper bound is stated in its place."
+        f"Logs of the run may show epsilon {_up(other)}, by the accountant "
+        f'"{accountant.mechanism()}", {why}.'
     )
-    return bounds.upper, bounds, [note]
+    return epsilon, name, [note]
+
+
+def _up(epsilon: float) -> str:
+    """Returns an epsilon with two decimals, rounded up."""
+    if not math.isfinite(epsilon):
+        return str(epsilon)
+    return f"{math.ceil(epsilon * 100 - 1e-9) / 100:.2f}"
 
 
 # -- text ------------------------------------------------------------------------------
 
 
 def _text(c: Mapping[str, Any]) -> str:
-    steps = f"{c['steps']:,} step{'s' * (c['steps'] != 1)}"
-    headline = f"No guarantee is known for the weights after {steps}."
-    if c["holds"] != "no":
-        # Two decimals, rounded up.
-        shown = f"{math.ceil(c['epsilon'] * 100 - 1e-9) / 100:.2f}"
-        condition = "" if c["holds"] == "yes" else f", {c['holds']}"
-        headline = (
-            f"After {steps} the weights are ({shown}, {c['delta']:g})-differentially "
-            f"private for one {c['unit']}{condition}."
-        )
-    rows = [(name, c[name]) for name in _ROWS.split()]
-    rows += [
-        ("clipped gradients, summed, with noise", {k: run[k] for k in _SETTINGS})
-        for run in c["runs"]
+    unit, phases, holds = c["unit"], c["phases"], c["holds"] != "no"
+    rows = [
+        ("unit of privacy", f"one {unit}"),
+        (f"number of {_several(unit)}", c["records"]),
+        ("neighbors", _NEIGHBORS[c["neighboring_relation"]].format(unit=unit)),
     ]
-    label = "accounted as" if c["holds"] == "no" else "sampling and noise"
-    rows += [(label, phase) for phase in c["phases"][:_MOST_PHASES]]
-    if (more := len(c["phases"]) - _MOST_PHASES) > 0:
-        rows.append((label, f"{more} more, in the JSON"))
-    rows.append(("versions", c["versions"]))
-    lines = ["# Privacy statement", "", headline, "", "| | |", "| --- | --- |"]
-    lines += [f"| {_words(k)} | {_shown(x)} |" for k, x in rows if x is not None]
-    if c["notes"]:
-        lines += ["", "## To be known", "", *(f"- {note}" for note in c["notes"])]
-    lines += ["", "## What it does not cover", ""]
+    if holds:
+        bound = f"{_up(c['epsilon'])}, an upper bound" if phases else "0"
+        rows.append(("epsilon", bound))
+    elif c["epsilon_if_poisson"] is not None:
+        text = f"{_up(c['epsilon_if_poisson'])}, no bound for this run"
+        rows.append(("epsilon if sampling had been Poisson", text))
+    rows += [("delta", f"{c['delta']:g}"), ("accountant", _accountant(c))]
+    rows += [("mechanism", _mechanism(run, unit)) for run in c["runs"]]
+    label = f"{_step(c)}s" if holds else f"{_step(c)}s, as they are counted"
+    rows += [(label, _steps(phase, unit)) for phase in phases[:_MOST_PHASES]]
+    if (more := len(phases) - _MOST_PHASES) > 0:
+        rows.append((label, f"{more} rows more, in the JSON"))
+    rows += [
+        ("random numbers", c["random_numbers"]),
+        ("software", ", ".join(f"{k} {v}" for k, v in c["versions"].items())),
+    ]
+    known = dict.fromkeys(row for row in rows if row[1] is not None)
+    lines = ["## Privacy statement", "", _headline(c), "", "| | |", "| --- | --- |"]
+    lines += [f"| {name} | {value} |" for name, value in known]
+    if notes := [note for note in c["notes"] if note != _NO_STEP]:
+        lines += ["", "### To be known", "", *(f"- {note}" for note in notes)]
+    lines += ["", "### What it does not cover", ""]
     lines += [f"- {text}" for text in c["not_covered"]]
     return "\n".join(lines) + "\n"
 
 
-def _words(name: str) -> str:
-    return name if name in ("opacus_ext", "max_grad_norm") else name.replace("_", " ")
+def _headline(c: Mapping[str, Any]) -> str:
+    steps = f"{c['steps']:,} {_step(c)}{'s' * (c['steps'] != 1)}"
+    if (bands := _bands(c)) > 1:
+        steps += f" of {bands} steps"
+    if c["holds"] == "no":
+        return f"No guarantee is known for the weights after {steps}."
+    if not c["steps"]:
+        return _NO_STEP
+    condition = "" if c["holds"] == "yes" else f", {c['holds']}"
+    return (
+        f"After {steps} the weights are ({_up(c['epsilon'])}, {c['delta']:g})-"
+        f"differentially private for one {c['unit']}{condition}."
+    )
 
 
-def _shown(value: Any) -> str:
-    if isinstance(value, Mapping):
-        return ", ".join(f"{_words(k)} {_shown(x)}" for k, x in value.items())
-    return f"{value:.6g}" if isinstance(value, float) else str(value)
+def _bands(c: Mapping[str, Any]) -> int:
+    """The number of steps in what is counted as one."""
+    return min((run.get("bands", 1) for run in c["runs"]), default=1)
+
+
+def _step(c: Mapping[str, Any]) -> str:
+    return "round" if _bands(c) > 1 else "step"
+
+
+def _accountant(c: Mapping[str, Any]) -> str:
+    if c["accountant"] != PRVBoundsAccountant.mechanism():
+        return c["accountant"]
+    return f"{c['accountant']} of opacus_ext (numerical errors are included)"
+
+
+def _mechanism(run: Mapping[str, Any], unit: str) -> str:
+    bands, bound = run.get("bands", 1), f"norm {run['sensitivity']:.6g}"
+    if run["clipping"] == "adaptive":
+        bound = "a norm that adapts"
+    noise = "Gaussian noise"
+    if bands > 1:
+        noise += f" that is correlated over {bands} steps"
+    return (
+        f"the gradient of each {unit} is clipped to {bound} "
+        f"({run['clipping']} clipping); {noise} is added to their sum"
+    )
+
+
+def _steps(phase: Mapping[str, Any], unit: str) -> str:
+    rate = phase["sample_rate"]
+    drawn = f"draws every {unit} with probability {rate:.6g} (Poisson sampling)"
+    if rate == 1:
+        drawn = f"is on all {_several(unit)}"
+    return (
+        f"{phase['steps']:,} with noise multiplier {phase['noise_multiplier']:.6g}; "
+        f"each {drawn}"
+    )

@@ -187,7 +187,7 @@ def make_private(
     criterion=None,
     poisson_sampling=False,
     lr=1.0,
-    accountant="prv",
+    accountant="prv_bounds",
     workers=0,
     sampler=None,
     **kwargs,

@@ -277,6 +277,7 @@ def test_target_epsilon():
     callback = privacy("ghost_bk", target_epsilon=3.0)
     trainer(callback, max_epochs=2).fit(Classifier(), loader())
     assert 2.8 < callback.get_epsilon() <= 3.0
+    assert callback.privacy_statement().content["epsilon"] == callback.get_epsilon()
     with pytest.raises(Refused, match="max_epochs or max_steps"):
         trainer(
             privacy("hooks", target_epsilon=3.0), max_epochs=-1, max_time="00:00:00:01"

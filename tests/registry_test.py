@@ -495,7 +495,7 @@ class Strange(Of):
 @pytest.mark.parametrize("with_epsilon", [True, False])
 def test_an_engine_of_a_user(kind, with_epsilon):
     """Its methods run once each; what they and ours set is the engine's own."""
-    engine, model = kind(accountant="rdp"), nn.Linear(3, 2)
+    engine, model = kind(accountant="prv_bounds"), nn.Linear(3, 2)
     given = dict(
         module=model,
         optimizer=torch.optim.SGD(model.parameters(), lr=1.0),

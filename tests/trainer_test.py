@@ -590,12 +590,16 @@ SAVED = {
 
 @pytest.mark.parametrize("name", SAVED)
 def test_what_is_saved_is_an_ordinary_model(name, tmp_path):
-    """Without RecordModel, without hooks, and with its epsilon nowhere beside it."""
+    """Without RecordModel, hooks and the state of the noise, with what was spent."""
     build, inner, given = SAVED[name]
     given = {**given, **SAVING, "eval_strategy": "steps", "eval_steps": 2}
     given |= {"load_best_model_at_end": True}
     given["eval_dataset"] = given.get("data", texts())[:5]
     run, other = (trainer(tmp_path, build(), **given) for _ in range(2))
+    run.save_model(str(tmp_path / "saved"))
+    run.create_model_card()
+    assert "privacy.json" not in os.listdir(tmp_path / "saved")
+    assert "Privacy statement" not in (tmp_path / "README.md").read_text()
     run.train()
     other.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     assert distance(weights(run.model), weights(other.model)) == 0
@@ -603,6 +607,14 @@ def test_what_is_saved_is_an_ordinary_model(name, tmp_path):
     best = tmp_path / f"checkpoint-{2 * scores.index(min(scores)) + 2}"
     run.save_model(str(tmp_path / "saved"))
     assert PRIVACY_STATE not in os.listdir(tmp_path / "saved")
+    stated = run.privacy_statement()
+    assert stated.content["epsilon"] == run.get_epsilon()
+    assert read_statement(tmp_path / "saved").content == stated.content
+    for _ in range(2):
+        run.create_model_card(tags="private")
+    card = (tmp_path / "README.md").read_text()
+    assert card.count(stated.text) == 1 and "### Training hyperparameters" in card
+    assert read_statement(best).content["steps"] <= stated.content["steps"]
     for path in (tmp_path / "saved", best):
         loaded = transformers.GPT2LMHeadModel.from_pretrained(path)
         assert distance(weights(loaded), weights(inner(run))) == 0

@@ -9,7 +9,7 @@ from typing import Any, Dict, Hashable, List, Mapping, Optional, Sequence, Union
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, Subset
 
 from opacus_ext.data.copies import find_copies
 from opacus_ext.refused import Refused, check_argument, check_number
@@ -37,6 +37,7 @@ class UserRecords(Dataset):
             1 an item is a record. With more, or None for all of them, it is a list of
             records, for :class:`~opacus_ext.data.collators.RecordCollator` and a model
             in :class:`~opacus_ext.losses.RecordModel`
+        unit: what privacy statements call a user, "patient" or "author", say
 
     Attributes:
         users: the users of the items, in order of first appearance; numbers are ints,
@@ -61,6 +62,8 @@ class UserRecords(Dataset):
         dataset: Any,
         users: Union[str, Sequence[Hashable], torch.Tensor],
         records_per_step: Optional[int] = 1,
+        *,
+        unit: str = "user",
     ):
         check_argument(
             "dataset",
@@ -76,6 +79,7 @@ class UserRecords(Dataset):
             "a key of the records, or the user of each record",
             'Give "user", say, or [record["user"] for record in dataset].',
         )
+        self.unit = unit
         self.dataset, self.key = dataset, users if isinstance(users, str) else None
         if isinstance(users, str):
             users = [_user_in(dataset[i], users, i) for i in range(len(dataset))]
@@ -151,6 +155,13 @@ class UserRecords(Dataset):
         if self.key is None or not isinstance(record, Mapping):
             return record
         return {name: x for name, x in record.items() if name != self.key}
+
+
+def unit_of(dataset: Any) -> str:
+    """Returns what statements call an item of a data set: "record" of most."""
+    while isinstance(dataset, Subset):
+        dataset = dataset.dataset
+    return dataset.unit if isinstance(dataset, UserRecords) else "record"
 
 
 def _user_in(record: Any, key: str, number: int) -> Any:

@@ -36,7 +36,8 @@ class PrivacyArguments:
         shared: names of inputs made by data_collator that all records of a batch
             share, such as a table of positions; all other inputs have one row for each
             record
-        accountant: "prv_bounds", "prv" or "rdp" ("gdp" of Opacus can report too little)
+        accountant: "prv_bounds", whose epsilon is an upper bound, "prv" or "rdp" ("gdp"
+            of Opacus can report too little)
         log_loss: logs the training loss, which is not private
         log_draws: logs how many records a step drew, as "drawn", the mean since the log
             before. It is not private: it tells of the number of records, which epsilon
@@ -73,7 +74,7 @@ class PrivacyArguments:
     shared: Optional[List[str]] = _field(
         None, "names of inputs that all records share", nargs="*"
     )
-    accountant: str = _field("prv", "prv_bounds, prv or rdp")
+    accountant: str = _field("prv_bounds", "prv_bounds, prv or rdp")
     log_loss: bool = _field(True, "log the training loss, which is not private")
     log_draws: bool = _field(False, "log how many records were drawn, not private")
     monitor: str = _field("off", "log clipping and norms: private or off")

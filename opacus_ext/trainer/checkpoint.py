@@ -10,6 +10,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 
 from opacus_ext import checkpoints
 from opacus_ext.refused import Refused
+from opacus_ext.statement import SPENT
 
 PRIVACY_STATE = "privacy.pt"  # in a checkpoint's folder
 
@@ -20,10 +21,17 @@ def write_state(folder: str, state: Dict[str, Any]) -> None:
 
 
 def forget_state(folder: str) -> None:
-    """Removes a privacy state that would not belong to the weights written next."""
-    path = os.path.join(folder, PRIVACY_STATE)
-    if os.path.isfile(path):
-        os.remove(path)
+    """Removes what would not belong to the weights that are written next."""
+    for name in (PRIVACY_STATE, SPENT):
+        path = os.path.join(folder, name)
+        if os.path.isfile(path):
+            os.remove(path)
+
+
+def write_spent(folder: str, spent: Dict[str, Any]) -> None:
+    """Writes what weights have spent, for statements. It may be published."""
+    with open(os.path.join(folder, SPENT), "w", encoding="utf-8") as file:
+        json.dump(spent, file, indent=2)
 
 
 def read_state(folder: str) -> Dict[str, Any]:

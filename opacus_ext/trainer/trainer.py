@@ -8,6 +8,7 @@ backpropagated, and what is clipped, logged and saved.
 
 from __future__ import annotations
 
+import os
 import secrets
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
@@ -43,9 +44,16 @@ from opacus_ext.private_torch import (
 )
 from opacus_ext.private_training import Basis, PrivateTraining, Same
 from opacus_ext.refused import Refused, describe
+from opacus_ext.runs import spent_by
+from opacus_ext.statement import PrivacyStatement
 from opacus_ext.supported import Run, kind_of, refuse
 from opacus_ext.trainer.arguments import PrivacyArguments
-from opacus_ext.trainer.checkpoint import forget_state, read_state, write_state
+from opacus_ext.trainer.checkpoint import (
+    forget_state,
+    read_state,
+    write_spent,
+    write_state,
+)
 from opacus_ext.trainer.refusals import (
     refuse_arguments,
     refuse_data,
@@ -124,9 +132,10 @@ class PrivateTrainer(Trainer):
     among TRL's, SFTTrainer is supported. A model in a
     :class:`~opacus_ext.losses.RecordModel` is saved without that wrapper.
 
-    A checkpoint has one more file, privacy.pt, with the accountant's history and the
-    random state of the noise: whoever has it can subtract the noise, so do not publish
-    it.
+    What weights have spent is saved beside them, in privacy.json, and
+    ``create_model_card`` puts :meth:`privacy_statement` into the model card. A
+    checkpoint has privacy.pt as well, with the random state of the noise: whoever has
+    it can subtract the noise, so do not publish it.
 
     On several processes B is times their number, and each has its share of a logical
     batch. ``TrainingArguments(fsdp=True, fsdp_config={...})`` shards the model by
@@ -560,10 +569,26 @@ class PrivateTrainer(Trainer):
     def save_model(
         self, output_dir: Optional[str] = None, *args: Any, **kw: Any
     ) -> None:
-        """Saves like ``Trainer``, and removes the privacy state of other weights."""
+        """
+        Saves like ``Trainer``, with one more file, privacy.json: what the weights have
+        spent, of which ``opacus-ext statement`` makes a statement. Removes the files of
+        other weights.
+        """
+        folder = output_dir or self.args.output_dir
         if self.args.should_save:
-            forget_state(output_dir or self.args.output_dir)
+            forget_state(folder)
         super().save_model(output_dir, *args, **kw)
+        if self.args.should_save and len(self.engine.accountant):
+            write_spent(folder, spent_by(self.engine))
+
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        """Creates a model card like ``Trainer``, with the privacy statement."""
+        with self._inner_model():
+            super().create_model_card(*args, **kwargs)
+        if self.is_world_process_zero() and len(self.engine.accountant):
+            path = os.path.join(self.args.output_dir, "README.md")
+            with open(path, "a", encoding="utf-8") as file:
+                file.write(f"\n{self.privacy_statement()}")
 
     def _save(self, *args: Any, **kwargs: Any) -> None:
         sharded = self._is_sharded
@@ -619,6 +644,16 @@ class PrivateTrainer(Trainer):
     def get_epsilon(self, delta: Optional[float] = None) -> float:
         """Returns the epsilon spent so far, at ``target_delta`` or another delta."""
         return self._training.get_epsilon(delta)
+
+    def privacy_statement(
+        self, delta: Optional[float] = None, *, unit: Optional[str] = None
+    ) -> PrivacyStatement:
+        """
+        Returns what may be said of the weights, see
+        :func:`opacus_ext.statement.privacy_statement`; at ``target_delta`` or another
+        delta.
+        """
+        return self._training.privacy_statement(delta, unit)
 
     def log(self, logs: Dict[str, float], start_time: Optional[float] = None) -> None:
         """Logs like ``Trainer``, with epsilon and delta."""

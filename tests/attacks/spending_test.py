@@ -138,7 +138,7 @@ class Run:
 
     def __init__(self, engine=None, model=None, rate=0.25, records=40, **kwargs):
         self.model = model or nn.Linear(3, 1)
-        self.engine = engine or PrivacyEngine(accountant="prv")
+        self.engine = engine or PrivacyEngine(accountant="prv_bounds")
         made = self.engine.make_private(
             module=self.model,
             optimizer=torch.optim.SGD(self.model.parameters(), 0.1),
@@ -179,7 +179,7 @@ class Run:
 
 
 def epsilon(*history):
-    accountant = create_accountant("prv")
+    accountant = create_accountant("prv_bounds")
     accountant.history = list(history)
     return accountant.get_epsilon(DELTA)
 
@@ -296,7 +296,7 @@ def numbers_of(run):
 
 def by_its_accountant(run, other):
     """The steps of another run, given to an accountant by hand."""
-    engine = PrivacyEngine(accountant="prv")
+    engine = PrivacyEngine(accountant="prv_bounds")
     engine.accountant.load_state_dict(other.engine.accountant.state_dict())
     torch.manual_seed(2)
     return Run(engine=engine, model=nn.Linear(3, 1))
@@ -336,10 +336,10 @@ def test_two_engines_train_the_same_parameters():
     "change",
     [
         lambda engine: engine.accountant.history.clear(),
-        lambda engine: setattr(engine, "accountant", create_accountant("prv")),
+        lambda engine: setattr(engine, "accountant", create_accountant("prv_bounds")),
         lambda engine: setattr(engine, "accountant", create_accountant("rdp")),
         lambda engine: engine.accountant.load_state_dict(
-            create_accountant("prv").state_dict()
+            create_accountant("prv_bounds").state_dict()
         ),
         lambda engine: engine.accountant.history.__setitem__(0, (9.0, 0.25, 4)),
     ],

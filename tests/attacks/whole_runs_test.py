@@ -34,7 +34,7 @@ class Run:
 
     def __init__(self, mode="ghost_bk", observer=None, prepare=None, **kwargs):
         self.seen = seen = observer or Observer()
-        self.engine = kwargs.pop("engine", None) or PrivacyEngine(accountant="prv")
+        self.engine = kwargs.pop("engine", None) or PrivacyEngine(accountant="prv_bounds")
         workers = kwargs.pop("workers", 0)
         loader = DataLoader(seen, batch_size=SIZE, num_workers=workers)
         given = seen.model, seen.optimizer, loader
@@ -164,7 +164,7 @@ def in_turn(run):
 
 
 def epsilon_of(*history):
-    accountant = create_accountant("prv")
+    accountant = create_accountant("prv_bounds")
     accountant.history = list(history)
     return accountant.get_epsilon(DELTA)
 
@@ -224,7 +224,7 @@ def test_draws_by_workers():
 
 # -- front ends ------------------------------------------------------------------------
 
-PRIVACY = dict(noise_multiplier=SIGMA, accountant="prv")
+PRIVACY = dict(noise_multiplier=SIGMA, accountant="prv_bounds")
 
 
 def by_accelerate():
@@ -320,7 +320,7 @@ def test_a_run_that_goes_on(before, with_optimizer, tmp_path):
     first.engine.save_checkpoint(path=path, **given)
     torch.manual_seed(0)
     if before:
-        engine = PrivacyEngine(accountant="prv")
+        engine = PrivacyEngine(accountant="prv_bounds")
         engine.load_checkpoint(path=path, module=GradSampleModule(Model()))
         second = Run(engine=engine)
     else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from pathlib import Path
 from typing import Any, Dict, Iterable, Tuple
@@ -17,12 +18,16 @@ from opacus_ext.losses import model_losses
 from opacus_ext.planner.commands.output import print_result
 from opacus_ext.planner.measure import made_by
 from opacus_ext.refused import Refused
-from opacus_ext.statement import PRIVACY_STATE, read_statement
+from opacus_ext.statement import SPENT, find_spent, read_statement
 
 
 def statement(args: argparse.Namespace) -> int:
     """Prints the privacy statement of a checkpoint; 1 if no guarantee is known."""
-    found = read_statement(args.checkpoint, args.delta, unit=args.unit)
+    file = find_spent(args.checkpoint)
+    folder = os.path.dirname(file)
+    if os.path.isdir(args.checkpoint) and not os.path.samefile(folder, args.checkpoint):
+        print(f"The last checkpoint there: {folder}", file=sys.stderr)
+    found = read_statement(file, args.delta, unit=args.unit)
     print(found.json() if args.json else found.text.rstrip("\n"))
     return int(found.content["holds"] == "no")
 
@@ -83,7 +88,7 @@ Its own {steps} steps are not repeated: their records are not in the folder."""
 
 def _settings_of_run(args: argparse.Namespace) -> Dict[str, Any]:
     """The settings of a run whose checkpoint the target is; none of other targets."""
-    if not Path(args.target, PRIVACY_STATE).is_file():
+    if not Path(args.target, SPENT).is_file():
         return {}
     content = read_statement(args.target, args.delta).content
     known = [run for run in content["runs"] if run.get("grad_sample_mode")]
@@ -95,7 +100,7 @@ def _settings_of_run(args: argparse.Namespace) -> Dict[str, Any]:
             f"target {args.target}: a clipping bound for each parameter "
             f"({settings['max_grad_norm']}) is not audited.",
             parameter="target",
-            remedy="Copy the model without privacy.pt: it is audited with one bound.",
+            remedy="Copy the model without privacy.json: it is audited with one bound.",
         )
     return settings
 

@@ -82,7 +82,9 @@ Single steps are tested, and one fresh short run of the architecture, on random 
 The status is 0 if nothing contradicts the claims, else 1.""",
     "statement": """examples:
   opacus-ext statement run.pt                   of engine.save_checkpoint
-  opacus-ext statement out/checkpoint-500       of PrivateTrainer
+  opacus-ext statement out                      of PrivateTrainer: the last checkpoint
+  opacus-ext statement out/model                of its save_model
+  opacus-ext statement last.ckpt                of Lightning with PrivacyCallback
 
 The status is 1 if no guarantee is known, as with poisson_sampling=False.""",
     "recommend": """examples:
@@ -204,9 +206,9 @@ or module:function
 --length=8             whole 2 512       ; of these, in tokens
 """,
     "statement": """
-checkpoint             text              ; a file, or PrivateTrainer's folder
+checkpoint             text              ; a file, or a folder of PrivateTrainer
 --delta                number >0 1       ; of the guarantee; that of the noise
---unit=record          text              ; what a record is, as user
+--unit                 text              ; what a record is, as user; that of the data
 """,
     "recommend": """
 --data[FILE]           text              ; user,item,timestamp; else synthetic data
