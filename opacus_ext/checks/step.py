@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
-from typing import Any, Callable, Iterator, List, Optional, Sequence
+from typing import Any, Callable, Iterator, List, Optional
 
 import numpy as np
 import torch
@@ -85,7 +85,7 @@ class StepCheck:
                 report.leaks.append(_REMEDY)
                 return
 
-    def _interaction(self, these: Any, those: Any, seed: int) -> float:
+    def _interaction(self, these: np.ndarray, those: np.ndarray, seed: int) -> float:
         """
         Returns by how much one record in the place of another changes the gradient
         differently beside ``these`` and beside ``those``, as a share of the gradient.
@@ -104,12 +104,12 @@ class StepCheck:
         error = max(largest(a - b) for a, b in zip(changes, changes_beside))
         return error / max(scale, 1e-12)
 
-    def _gradients(self, rows: Sequence[int], seed: int) -> List[T]:
+    def _gradients(self, rows: np.ndarray, seed: int) -> List[T]:
         """Returns the gradients that the step leaves, from the same random numbers."""
         if self._collate is not None:
             records = [self._batch[row] for row in rows]
         else:
-            chosen = rows_of(self._batch, list(rows), self._size)
+            chosen = rows_of(self._batch, rows.tolist(), self._size)
             batch = map_tensors(lambda tensor: tensor.detach().clone(), chosen)
         params = [p for p in self._model.parameters() if p.requires_grad]
         with _restored(self._model) as before, _seeded(seed):
