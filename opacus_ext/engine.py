@@ -337,7 +337,7 @@ class PrivacyEngine(opacus.PrivacyEngine):
         if isinstance(noise, Banded):
             sampling = cyclic(sampling, noise.bands, loader)
         if sampling is None:
-            # For 99 batches Opacus would round 1 / (1 / 99) down, to 98 steps.
+            # Of 3 epochs of 75 batches Opacus plans int(3 / (1 / 75)) = 224 steps.
             steps = math.ceil(epochs * len(loader))
             made = _stock["make_private_with_epsilon"](
                 self,

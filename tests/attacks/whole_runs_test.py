@@ -34,7 +34,8 @@ class Run:
 
     def __init__(self, mode="ghost_bk", observer=None, prepare=None, **kwargs):
         self.seen = seen = observer or Observer()
-        self.engine = kwargs.pop("engine", None) or PrivacyEngine(accountant="prv_bounds")
+        engine = kwargs.pop("engine", None)
+        self.engine = engine or PrivacyEngine(accountant="prv_bounds")
         workers = kwargs.pop("workers", 0)
         loader = DataLoader(seen, batch_size=SIZE, num_workers=workers)
         given = seen.model, seen.optimizer, loader
