@@ -1,5 +1,6 @@
 """What a release says of itself; ``make dist`` builds one and tries it."""
 
+import ast
 import configparser
 import re
 import runpy
@@ -46,3 +47,24 @@ def test_the_changelog_can_be_read():
     """By a user: it is short, and has lines of a screen's width."""
     lines = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8").splitlines()
     assert len(lines) <= 150 and max(map(len, lines)) <= 120
+
+
+OTHERS = {"Image.open", "tarfile.open"}
+
+
+@pytest.mark.parametrize("part", ["opacus_ext", "examples", "tools"])
+def test_text_files_have_an_encoding(part):
+    """Without one it is that of the system, on Windows the code page 1252."""
+    without = []
+    for path in (ROOT / part).rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            function = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
+            name = function.rpartition(".")[2]
+            if function in OTHERS or name not in ("open", "read_text", "write_text"):
+                continue
+            arguments = [ast.unparse(value) for value in node.args]
+            has_encoding = "'utf-8'" in arguments
+            has_encoding |= any(word.arg == "encoding" for word in node.keywords)
+            if not has_encoding and not {"'rb'", "'wb'"} & {*arguments}:
+                without.append(f"{path.relative_to(ROOT)}:{node.lineno}")
+    assert not without

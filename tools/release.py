@@ -120,7 +120,7 @@ def main(arguments: Iterable[str]) -> None:
     wheel = DIST / f"opacus_ext-{version()}-py3-none-any.whl"
     check_contents(sdist, wheel)
     run(sys.executable, "-m", "twine", "check", "--strict", sdist, wheel)
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory(prefix="with spaces ") as folder:
         try_wheel(wheel, Path(folder))
         try_sdist(sdist, Path(folder))
     print(f"{wheel.name} and {sdist.name} are complete, install and run")

@@ -268,9 +268,8 @@ def measure(
     checked("steps", steps, at_least=every)
     checked("batch_size", batch_size, at_least=1, at_most=len(family.dataset))
     path = Path(path)
-    path.open(
-        "a", encoding="utf-8"
-    ).close()  # or it can't be written, which is known before training
+    # A file that can't be written is told of before training.
+    path.open("a", encoding="utf-8").close()
     known = {_key(run): run for run in read_runs(path)}
     settings = dict(
         family=family.name,
