@@ -425,7 +425,9 @@ class TestModelLosses:
         batch = dict(tokens(3, 6), num_items_in_batch=torch.tensor(7))
         with pytest.raises(ValueError, match="num_items_in_batch"):
             model_losses(gpt2(), batch)
-        with pytest.raises(ValueError, match="GPT2LMHeadModel returned no loss for a sample of input"):
+        with pytest.raises(
+            ValueError, match="GPT2LMHeadModel returned no loss for a sample of input"
+        ):
             model_losses(gpt2(), tokens(3, 6, labels=False))
 
     @pytest.mark.parametrize(

@@ -407,8 +407,14 @@ WARNED = {
         in_loop("ghost_bk", loop(*["zero_grad", divided, "step"] * 2)),
         "divided by 4",
     ),
-    "views": (in_loop("ghost_bk", views), "samples, but the loader draws 8 records.*RecordModel"),
-    "raw loader": (in_loop("ghost_bk", loop("whole", "whole")), "go over the returned one"),
+    "views": (
+        in_loop("ghost_bk", views),
+        "samples, but the loader draws 8 records.*RecordModel",
+    ),
+    "raw loader": (
+        in_loop("ghost_bk", loop("whole", "whole")),
+        "go over the returned one",
+    ),
 }
 
 
