@@ -28,6 +28,7 @@ from opacus.utils.batch_memory_manager import BatchMemoryManager
 from torch import nn
 from torch.utils.data import DataLoader
 
+from opacus_ext.ledger import note_broken
 from opacus_ext.losses import PerSample, cross_entropy
 from opacus_ext.re_attention import track_errors
 from opacus_ext.recommend.loop import (
@@ -119,6 +120,12 @@ def read_data(args: argparse.Namespace) -> SequenceData:
     )
 
 
+_EXACT = (
+    "How popular items are was counted without noise (--shares exact), as the paper of "
+    "DPFormer does: the model tells of single users."
+)
+
+
 def train(args: argparse.Namespace, data: SequenceData) -> Trained:
     """
     Runs or resumes the training that the arguments describe.
@@ -133,12 +140,14 @@ def train(args: argparse.Namespace, data: SequenceData) -> Trained:
     """
     start = time.monotonic()
     untrained = not args.train_share and args.prior == "transitions"
-    if untrained and (args.model != "transitions" or args.checkpoint):
+    is_exact = args.shares == "exact"
+    if untrained and (args.model != "transitions" or args.checkpoint or is_exact):
         raise Refused(
             f"--train-share 0 trains nothing: --model {args.model} is of random "
-            "weights, and --checkpoint of no epoch.",
+            "weights, --checkpoint of no epoch, and --shares exact without noise.",
             parameter="--train-share",
-            remedy="Take --model transitions without --checkpoint, or give a share.",
+            remedy="Take --model transitions without --checkpoint and --shares, or "
+            "give a share.",
         )
     if args.once is not None:
         data = replace(data, once=args.once)
@@ -186,6 +195,8 @@ def train(args: argparse.Namespace, data: SequenceData) -> Trained:
         clipping=args.clipping,
     )
 
+    if is_exact:
+        note_broken(optimizer, "shares", _EXACT)
     if args.model == "dpformer" and releases[0] is not None:
         shares = of_sequences(args, releases[0], users).to(args.device)
         track_errors(
@@ -282,6 +293,7 @@ def _trained(
         "prior": args.prior,
         "top": data.num_items if items is None else len(items),
         "train_share": args.train_share,
+        "shares": args.shares,
         "grad_sample_mode": args.grad_sample_mode,
         "clipping": args.clipping,
         "ema": args.ema,
@@ -369,7 +381,8 @@ def summary_table(summary: Dict[str, Any]) -> str:
             f"model        {s['model']}, {s['parameters']:,} parameters",
             *lines,
             f"privacy      epsilon {s['epsilon_spent']:.2f} spent at delta "
-            f"{s['delta']:g}, user-level",
+            f"{s['delta']:g}, user-level"
+            + (", but for the popularity of items" if s["shares"] == "exact" else ""),
             f"run          {s['seconds']:.0f} s, "
             + ("seed drawn" if s["seed"] is None else f"seed {s['seed']}"),
             "",
