@@ -188,7 +188,7 @@ CALLS = {
     "bound text": (lambda: clipped_grads(loss, PARAMS, (X, Y), "flat"), "number"),
     "check None": (lambda: check(model=None), "model must be a torch.nn.Module"),
     "check turned": (lambda: check((X, Y), MODEL), "model must be a torch.nn.Module"),
-    "check no loss": (lambda: check(loss_fn=None), "loss_fn must be a criterion"),
+    "check no loss": (lambda: check(loss_fn=None), "neither loss_fn nor step"),
     "check class": (lambda: check(loss_fn=CE), "the class CrossEntropyLoss"),
     "check function": (lambda: check(loss_fn=F.cross_entropy), "torch.nn.CrossEntropy"),
     "check dict": (lambda: check(batch={"x": X, "y": Y}), "dict of x, y.*model_losses"),

@@ -216,7 +216,9 @@ def losses(model, batch):
 class Run:
     """All records in each step, unless the batch size is smaller."""
 
-    def __init__(self, mode="ghost_bk", engine=None, batch_size=RECORDS, **kwargs):
+    def __init__(
+        self, mode="ghost_bk", engine=None, batch_size=RECORDS, of=None, **kwargs
+    ):
         torch.manual_seed(0)
         self.model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2)).double()
         self.engine = engine or opacus_ext.PrivacyEngine(
@@ -225,7 +227,7 @@ class Run:
         kwargs.setdefault("max_grad_norm", 0.5)
         kwargs.setdefault("data_loader", DataLoader(data(), batch_size=batch_size))
         self.net, self.optimizer, *criterion, self.loader = self.engine.make_private(
-            module=kwargs.pop("module", self.model),
+            module=self.model if of is None else of(self.model),
             optimizer=torch.optim.SGD(self.model.parameters(), lr=1.0),
             criterion=nn.MSELoss(),
             noise_multiplier=0.8,
@@ -388,6 +390,6 @@ def test_several_processes_are_refused():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         with pytest.raises(Refused, match="several processes has no secure mode"):
-            Run(module=DDP(nn.Linear(4, 2)))
+            Run(of=DDP)
     finally:
         dist.destroy_process_group()

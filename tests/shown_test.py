@@ -91,7 +91,7 @@ def test_tables_of_notebooks():
     finding = Finding("noise", "step 1", 1.0, 1.0, "C", False)
     audit = Audit(0.5, 8.0, 1e-5, 0.95, [finding])
     table = audit._repr_html_()
-    assert "<td>step 1</td>" in table and "0 of 1 tests contradict" in table
+    assert "<td>noise</td>" in table and "No fault was seen" in table
 
 
 def test_table_of_a_plan():

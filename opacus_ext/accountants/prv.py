@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Mapping
+from typing import Any, Callable, Mapping
 
 from opacus.accountants.accountant import IAccountant
 
@@ -56,6 +56,20 @@ class PRVBoundsAccountant(Composition, IAccountant):
     @classmethod
     def mechanism(cls) -> str:
         return "prv_bounds"
+
+    def get_optimizer_hook_fn(self, sample_rate: float) -> Callable[[Any], None]:
+        """
+        Returns what counts the steps of an optimizer, as in Opacus. Backward passes
+        that add up in a step are counted as larger batches, of all records at most.
+        """
+
+        def count(optimizer: Any) -> None:
+            self.step(
+                noise_multiplier=optimizer.noise_multiplier,
+                sample_rate=min(1.0, sample_rate * optimizer.accumulated_iterations),
+            )
+
+        return count
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """

@@ -659,7 +659,8 @@ class PrivateTrainer(Trainer):
         """Logs like ``Trainer``, with epsilon and delta."""
         if {"loss", "train_runtime", "noise_multiplier"} & logs.keys():
             logs.update(epsilon=self.get_epsilon(), delta=self.privacy.target_delta)
-            if self._training.hooks is not None and self._monitor is not None:
+            is_read = self._training.hooks is not None and "max_steps" not in logs
+            if is_read and self._monitor is not None:
                 logs.update(self._monitor.read())
             if self._drawn and self.privacy.log_draws:
                 logs["drawn"] = sum(self._drawn) / len(self._drawn)

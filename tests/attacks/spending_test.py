@@ -381,7 +381,7 @@ def test_runs_that_are_seeded_alike():
     first = Run().train(2)
     torch.manual_seed(3)
     second = Run()
-    with pytest.warns(UserWarning, match="the same noise"):
+    with pytest.warns(UserWarning, match="their noise is the same"):
         second.train(2)
     others = Run().train(2), Run().train(2)
     assert is_told(second) and not any(map(is_told, (first, *others)))

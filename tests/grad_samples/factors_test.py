@@ -335,7 +335,7 @@ def test_refuses_factors_that_do_not_fit(use):
 def test_workspace():
     before = workspace()
     for num_bytes in (0, -1):
-        with pytest.raises(ValueError, match="positive"):
+        with pytest.raises(ValueError, match="above zero"):
             workspace(num_bytes)
     with workspace(123), workspace(45):
         assert workspace() == 45

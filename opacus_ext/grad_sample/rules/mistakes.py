@@ -30,7 +30,7 @@ def check_function(function: object) -> None:
             f"{name_of(function)} is no op: its calls are not seen, so its rule would "
             "never be asked.",
             remedy="Mark it by @opacus_ext.as_op. If it is the rule itself, say which "
-            "op it is for: @register_rule(scale).",
+            "op it is for: @opacus_ext.register_rule(scale).",
         )
     is_class = isinstance(function, type) and issubclass(function, nn.Module)
     if is_class or isinstance(function, nn.Module) or not callable(function):
