@@ -113,10 +113,10 @@ class Budget:
             low, high = self.parameters or (0.0, 0.0)
             if low != high or not low:
                 raise Refused(
-                    f"trainable={self.trainable:g} is of one model; parameters are "
-                    f"{self.parameters}.",
+                    f"trainable={self.trainable:g} is of one model; its size is "
+                    f"{'not one number' if self.parameters else 'missing'}.",
                     parameter="parameters",
-                    remedy="Pass the model's size, (M, M).",
+                    remedy="Pass all of its parameters: (M, M), or --parameters M.",
                 )
             checked("trainable", self.trainable, at_least=1, at_most=high)
         if self.batch_size:

@@ -7,6 +7,7 @@ import json
 import math
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Dict, Iterable, List, Union
 
@@ -234,8 +235,9 @@ def read_table(path: Union[str, Path], *needed: str) -> Dict[str, np.ndarray]:
         raise Refused(
             f"{path} has no column of numbers {', '.join(missing)}.",
             parameter="measurements",
-            remedy="Name the columns in its first line, and separate them by ','. A "
-            "loss is the cross-entropy in nats, no accuracy.",
+            remedy="Name the columns in its first line, separate them by ',', and "
+            "give a number in each line. A loss is the cross-entropy in nats, no "
+            "accuracy.",
         )
     return columns
 
@@ -254,15 +256,8 @@ def read_texts(path: Union[str, Path]) -> Dict[str, List[str]]:
             f"{path} has {len(rows)} lines: names of columns and a run are the least.",
             parameter="measurements",
         )
-    for row in rows:
-        if len(row) != len(rows[0]):
-            raise Refused(
-                f"{path} has {len(rows[0])} columns, but {len(row)} cells in a line, "
-                f"{','.join(row)}.",
-                parameter="measurements",
-                remedy="Complete the line, or remove it. Columns are separated by ','.",
-            )
-    return {name.strip(): values for name, *values in zip(*rows)}
+    columns = zip_longest(*rows, fillvalue="")  # a cell that is missing is no number
+    return {name.strip(): values for name, *values in columns}
 
 
 def _numbers(path: Path, texts: Dict[str, List[str]], name: str) -> np.ndarray:

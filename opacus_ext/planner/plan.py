@@ -242,8 +242,8 @@ trainer = PrivateTrainer(
     TrainingArguments(
         "out",
         max_steps={self.steps},
-        # {part * self.parts:,} records a step; of several devices each takes its part.
         per_device_train_batch_size={part},
+        # {part * self.parts:,} records a step; on several GPUs divide by their number.
         gradient_accumulation_steps={self.parts},
 {learning_rate}    ),
     train_dataset=dataset,

@@ -154,6 +154,8 @@ def train(args: argparse.Namespace, data: SequenceData) -> Trained:
     if args.validate:
         data = data.without_last()
     users = len(data.histories)
+    if args.delta is None:
+        args.delta = min(1e-5, float(f"{users**-1.1:.0e}"))
     config = {k: v for k, v in vars(args).items() if k not in FREE}
     config["data_fingerprint"] = data.fingerprint()
     saved = find_checkpoint(args.checkpoint, args.resume, config)

@@ -228,7 +228,7 @@ def test_refused_files_of_runs(tmp_path, changed, message):
         (NoiseFree, "", "has 0 lines"),
         (NoiseFree, "steps,loss\n", "has 1 lines"),
         (NoiseFree, "steps;loss\n0;5\n", "numbers steps, loss.*separate them by ','"),
-        (NoiseFree, "steps,loss\n0,5\n10\n", "2 columns, but 1 cells in a line, 10"),
+        (NoiseFree, "steps,loss\n0,5\n10\n", "numbers loss.*a number in each line"),
         (NoiseFree, "steps,loss\n0,\x005\xff", "is no table of text"),
     ],
 )

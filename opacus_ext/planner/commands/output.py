@@ -74,7 +74,7 @@ def show(value: Any) -> str:
         return "-" if value is None else str(value)
     if not math.isfinite(value):
         return "-"
-    if isinstance(value, int) or value.is_integer() and abs(value) < 1e6:
+    if isinstance(value, int) or value.is_integer() and abs(value) < 1e9:
         return f"{int(value):,}"
     return f"{value:.4g}"
 

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from itertools import product
 from typing import Any, Dict, List, Optional, Tuple
 
-from opacus_ext.planner.budget import Budget, HopelessError
+from opacus_ext.planner.budget import Budget, HopelessError, default_delta
 from opacus_ext.planner.commands.fit import PRIVATE_LAWS, read_measurements
 from opacus_ext.planner.commands.output import print_result, show
 from opacus_ext.planner.cost import Device, ways
@@ -61,8 +61,9 @@ def plan(args: argparse.Namespace) -> int:
         notes.append("Of several budgets ranks and trials are in --json.")
     if args.delta and args.delta * max(args.users) > 1:
         notes.append(
-            f"delta={args.delta:g} is more than one in {max(args.users):g} users; a "
-            "smaller one is usual."
+            f"delta={args.delta:g} is more than one in {max(args.users):g} users: it "
+            "would allow to publish the data of a few. Without --delta it is "
+            f"{default_delta(max(args.users)):g}."
         )
     if device and not args.utilization:
         notes.append(
