@@ -217,7 +217,7 @@ checkpoint             text              ; a file, or a folder of PrivateTrainer
 --users                whole 1           ; of --data, take only so many
 --min-actions=5        whole 3           ; users and items of fewer are left out
 --epsilon=8            number 1e-12      ; privacy budget of the whole run
---delta                number 1e-300 0.5 ; of the guarantee; 1e-5, or 1 / users^1.1 if less
+--delta                number 1e-300 0.5 ; 1e-5, or 1 / users^1.1 if less
 --epochs               whole 1           ; passes over the users; 5, with --data 20
 --batch-size           whole 1           ; expected users a step; 256, with --data 1024
 --physical-batch-size=64 whole 1         ; users in memory at once
