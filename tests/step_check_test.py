@@ -43,7 +43,12 @@ def augmented(x, y):
     mean(torch.stack(rows) * np.random.rand() / 0.5, y)
 
 
-RIGHT = [mean, sum_of_parts, noise, augmented]
+def autocast(x, y):
+    with torch.autocast("cpu", torch.bfloat16):
+        mean(x, y)
+
+
+RIGHT = [mean, sum_of_parts, noise, augmented, autocast]
 
 
 def mixup(x, y):
@@ -137,6 +142,20 @@ def test_collate_fn(mixes):
 def test_random_numbers_of_its_own():
     report = report_of(lambda x, y: mean(x * GENERATOR.random(), y))
     assert report.random and "random generator of its own" in report.findings[0]
+
+
+def noise_where_data_say(x, y):
+    x = x.clone()
+    is_hidden = x > 0
+    x[is_hidden] = torch.randn(int(is_hidden.sum()))
+    mean(x, y)
+
+
+def test_random_numbers_that_data_count():
+    report = report_of(noise_where_data_say)
+    assert not report.ok
+    assert report.random and not report.leaks
+    assert "more random numbers for some records" in str(report)
 
 
 def nothing(x, y):

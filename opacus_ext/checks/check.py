@@ -116,8 +116,7 @@ def check_per_sample_gradients(
     else:
         report = _report_of(_dtype_of(model))
     if step is not None:
-        tolerance = 10 * _TOLERANCES.get(_dtype_of(model), 5e-3)
-        StepCheck(model, batch, step, collate_fn).report(report, tolerance)
+        StepCheck(model, batch, step, collate_fn).report(report, _TOLERANCES)
     if verbose:
         print(report)
     return report

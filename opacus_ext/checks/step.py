@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import random
 from contextlib import contextmanager
-from typing import Any, Callable, Iterator, List, Optional
+from typing import Any, Callable, Iterator, List, Mapping, Optional, Set
 
 import numpy as np
 import torch
@@ -23,6 +24,11 @@ _RANDOM = (
     "step(batch) gives other gradients when it runs again: it keeps something (a "
     "counter, an average), or has a random generator of its own. Make that anew in "
     "step(batch) to compare"
+)
+_DRAWS = (
+    "step(batch) draws more random numbers for some records than for others, so that "
+    "batches can't be compared: draw as many for each record, such as "
+    "torch.rand_like(inputs), and choose from them"
 )
 _REMEDY = (
     "step: change each record by itself, in __getitem__ of the data set, and call "
@@ -51,6 +57,8 @@ class StepCheck:
     ):
         self._model, self._step = model, step
         self._batch, self._collate = batch, collate_fn
+        self._drawn: Set[int] = set()  # states of the generators after a step
+        self._dtypes = {p.dtype for p in model.parameters() if p.requires_grad}
         if collate_fn is not None:
             self._size = len(batch)
         else:
@@ -63,18 +71,32 @@ class StepCheck:
                 remedy="Pass a larger batch, of real data.",
             )
 
-    def report(self, report: PerSampleGradientReport, tolerance: float) -> None:
-        """Adds to a report what is wrong with the step."""
+    def report(
+        self, report: PerSampleGradientReport, tolerances: Mapping[torch.dtype, float]
+    ) -> None:
+        """
+        Adds to a report what is wrong with the step.
+
+        Args:
+            tolerances: share of the largest entry that rounding changes, by dtype
+        """
         rows = np.linspace(0, self._size - 1, min(self._size, _RECORDS)).astype(int)
         half = len(rows) // 2
         first = self._gradients(rows[:half], seed=0)
+        # The step may have entered autocast.
+        tolerance = max(10 * tolerances.get(dtype, 5e-3) for dtype in self._dtypes)
         if _difference(first, self._gradients(rows[:half], seed=0)) > tolerance:
             report.random = True
             report.findings.append(_RANDOM)
             return
         for trial in progress(range(_TRIALS), "trying the step"):
             rows = np.random.default_rng(trial).permutation(rows)
+            self._drawn.clear()
             change = self._interaction(rows[:half], rows[-half:], trial)
+            if change > tolerance and len(self._drawn) > 1:
+                report.random = True
+                report.findings.append(_DRAWS)
+                return
             if change > tolerance:
                 report.findings.append(
                     "what a record adds to the gradient of step(batch) changes with "
@@ -115,7 +137,9 @@ class StepCheck:
         with _restored(self._model) as before, _seeded(seed):
             if self._collate is not None:
                 batch = self._collate(records)
-            self._step(batch)
+            with self._watched():
+                self._step(batch)
+            self._drawn.add(_states())
             grads = [p.grad for p in params]
             if any(not torch.equal(p, old) for p, old in zip(params, before)):
                 raise Refused(
@@ -137,6 +161,31 @@ class StepCheck:
                 remedy="Try it with a batch of which all losses are finite.",
             )
         return whole
+
+    @contextmanager
+    def _watched(self) -> Iterator[None]:
+        """Within it, dtypes that the model computes in by autocast are noted."""
+
+        def note(module: nn.Module, inputs: Any) -> None:
+            for kind in {p.device.type for p in self._model.parameters()}:
+                if torch.is_autocast_enabled(kind):
+                    self._dtypes.add(torch.get_autocast_dtype(kind))
+
+        hooks = [x.register_forward_pre_hook(note) for x in self._model.modules()]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+
+def _states() -> int:
+    """Returns a number that tells how far random numbers have been drawn."""
+    states = [torch.get_rng_state()]
+    if torch.cuda.is_initialized():
+        states += torch.cuda.get_rng_state_all()
+    drawn = [state.numpy().tobytes() for state in states]
+    return hash((*drawn, random.getstate(), str(np.random.get_state())))
 
 
 def _difference(these: List[T], others: List[T]) -> float:

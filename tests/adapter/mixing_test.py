@@ -11,6 +11,7 @@ import pytest
 import torch
 from opacus.utils.batch_memory_manager import BatchMemoryManager
 from torch import nn
+from torch._subclasses import FakeTensorMode
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset, default_collate
 
@@ -18,6 +19,7 @@ from opacus_ext import PrivacyEngine
 from opacus_ext.grad_sample.adapter.mixing import (
     MixingMonitor,
     entries_of_batch,
+    entries_of_records,
     find_mixed,
 )
 from tests.common import MODES
@@ -220,3 +222,100 @@ def test_chance(dim):
         records = rng.standard_normal((12, dim)) ** 2
         assert find_mixed(records * rng.random((12, 1)), records) is None
         assert find_mixed(rng.integers(0, 3, (12, dim)) * records, records) is None
+
+
+def waves(phases):
+    return np.sin(np.linspace(0, 20, 200) + phases[:, None])
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 16])
+def test_structure_proves_nothing(size):
+    """What other records explain by chance, as they are alike, sparse or few."""
+    rng = np.random.default_rng(0)
+    phases = rng.random(size)
+    assert find_mixed(waves(phases + rng.random(size)), waves(phases)) is None
+    bits = np.floor(2 * rng.random((size, 300)))
+    assert find_mixed(2 * bits - 1, bits) is None
+    noise = rng.standard_normal((size - size // 2, 300))
+    pairs = np.concatenate([noise, -noise])[:size]
+    assert find_mixed(pairs, rng.random((size, 300))) is None
+
+
+def test_items_that_are_left_out():
+    """A user of one item is what another one has lost."""
+    for seed in range(100):
+        rng = np.random.default_rng(seed)
+        items = np.zeros((int(rng.integers(4, 24)), 300))
+        for row in items:
+            row[(300 * rng.random(1 + rng.geometric(0.5)) ** 6).astype(int)] = 1
+        assert find_mixed(items * (rng.random(items.shape) < 0.9), items) is None
+
+
+class Refusing(torch.Tensor):
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        raise RuntimeError(function)
+
+
+ARRAYS = {
+    "flipped": lambda x: x[:, ::-1],
+    "read-only": lambda x: np.frombuffer(x.tobytes()).reshape(x.shape),
+    "of other bytes": lambda x: x.astype(">f4"),
+    "long": lambda x: x.astype(np.longdouble),
+    "masked": np.ma.array,
+}
+
+
+@pytest.mark.parametrize("name", ARRAYS)
+@pytest.mark.filterwarnings("error")
+def test_arrays_of_a_data_set(name):
+    records = [ARRAYS[name](np.random.rand(4, 8)) for _ in range(4)]
+    kept = entries_of_records(records)
+    assert len(kept) == (name != "long")
+    if kept:
+        np.testing.assert_allclose(kept[0].values[1], np.array(records[1]).ravel())
+
+
+def fake(x):
+    with FakeTensorMode():
+        return torch.rand(x.shape)
+
+
+INPUTS = {
+    "fake": fake,
+    "meta": lambda x: x.to("meta"),
+    "sparse": torch.Tensor.to_sparse,
+    "expanded": lambda x: x[:1].expand(x.shape),
+    "complex": lambda x: x.to(torch.complex64).conj(),
+    "quantized": lambda x: torch.quantize_per_tensor(x, 0.1, 0, torch.quint8),
+    "of a subclass": lambda x: x.as_subclass(Refusing),
+    "empty": lambda x: x[:, :0],
+}
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize")
+@pytest.mark.parametrize("name", INPUTS)
+def test_inputs_that_cannot_be_read(name):
+    x = INPUTS[name](torch.rand(16, 20))
+    monitor = MixingMonitor()
+    monitor.add(entries_of_batch(torch.rand(16, 20), 16))
+    assert monitor.look(x) is None
+    entries_of_batch(x, 16)
+
+
+def test_transforms():
+    monitor = MixingMonitor()
+    monitor.add(entries_of_batch(torch.rand(16, 20), 16))
+
+    def loss(x):
+        assert monitor.look(x) is None
+        assert not entries_of_batch(IMAGES, 64)
+        return x.sum()
+
+    torch.func.grad(loss)(torch.rand(16, 20))
+    torch.vmap(loss)(torch.rand(2, 16, 20))
+
+
+def test_inference_mode():
+    with torch.inference_mode():
+        assert entries_of_batch(torch.rand(16, 20), 16)

@@ -19,7 +19,11 @@ from typing import Any, NamedTuple, Sequence
 import numpy as np
 import torch
 
-from opacus_ext.private_torch import is_traceable_wrapper_subclass, tree_leaves
+from opacus_ext.private_torch import (
+    DisableTorchFunctionSubclass,
+    current_level,
+    tree_leaves,
+)
 
 T = torch.Tensor
 Array = np.ndarray
@@ -28,6 +32,7 @@ _ENTRIES = 512  # of a record that are kept
 _ROWS = 8  # of a batch that are compared with the records
 _CALLS = 8  # of the model that are compared with one draw
 _EVIDENCE = 8  # entries that must agree, and values that must differ
+_FEWEST = 4  # records of a batch: fewer explain too much by chance
 _REMEDY = (
     "one record moves a step by more than max_grad_norm, and epsilon does not hold. "
     "Change each record by itself, in __getitem__ of the data set; "
@@ -84,22 +89,34 @@ def _entries_of(rows: Sequence[T] | T) -> Entries | None:
 
 def _leaves(value: Any) -> list[T]:
     """Returns the tensors and arrays of numbers in a record or a batch."""
-    leaves = []
+    leaves: list[T] = []
+    if current_level() is not None:  # Transforms of torch.func wrap what is read.
+        return leaves
     for leaf in tree_leaves(value):
         if isinstance(leaf, Mapping):  # a BatchEncoding
             leaves += _leaves(dict(leaf))
-        if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "uif":
-            leaf = torch.from_numpy(leaf)
-        if isinstance(leaf, T) and _can_be_read(leaf):
-            leaves.append(leaf)
+        if isinstance(leaf, np.ndarray) and _is_of_numbers(leaf):
+            # There is no tensor of a flipped, read-only or byte-swapped array.
+            native = leaf.dtype.newbyteorder("=")
+            leaf = torch.from_numpy(leaf.astype(native, order="C", subok=False))
+        with DisableTorchFunctionSubclass():
+            if isinstance(leaf, T) and _can_be_read(leaf):
+                leaves.append(leaf.detach())
     return leaves
 
 
+def _is_of_numbers(array: Array) -> bool:
+    """Returns True for an array of real numbers that torch has a type for."""
+    return array.dtype.kind in "uif" and array.dtype.itemsize <= 8
+
+
 def _can_be_read(tensor: T) -> bool:
-    """Returns True for a plain tensor of real numbers."""
-    is_plain = tensor.layout is torch.strided and not tensor.is_nested
-    is_elsewhere = tensor.is_meta or is_traceable_wrapper_subclass(tensor)
-    return is_plain and not is_elsewhere and not tensor.is_complex()
+    """Returns True for a tensor of real numbers that holds them itself."""
+    is_other = type(tensor).__torch_dispatch__ is not T.__torch_dispatch__
+    if is_other or tensor.is_nested or tensor.is_meta:
+        return False
+    is_real = not (tensor.is_complex() or tensor.is_quantized)
+    return is_real and tensor.layout is torch.strided
 
 
 def _positions(shape: torch.Size) -> Array:
@@ -112,7 +129,7 @@ def _positions(shape: torch.Size) -> Array:
 
 def _read(rows: T, positions: Array) -> Array:
     """Returns entries of rows ``[B, ...]`` as they are now."""
-    flat = rows.detach().reshape(len(rows), -1)
+    flat = rows.reshape(len(rows), -1)
     chosen = flat[:, torch.from_numpy(positions).to(flat.device)]
     return chosen.cpu().double().numpy()
 
@@ -204,9 +221,11 @@ def find_mixed(rows: Array, records: Array, rounding: float = 1e-4) -> str | Non
     Args:
         rounding: relative error of the entries
     """
+    if len(records) < _FEWEST:
+        return None
     if not (np.isfinite(rows).all() and np.isfinite(records).all()):
         return None
-    if _are_centered(rows, rounding) and not _are_centered(records, 0.01):
+    if _are_centered(rows, records, rounding):
         return _CENTERED
     mixed = 0
     for row in np.unique(np.linspace(0, len(rows) - 1, _ROWS).astype(int)):
@@ -226,12 +245,18 @@ def find_mixed(rows: Array, records: Array, rounding: float = 1e-4) -> str | Non
     return _MIXED if mixed > 1 else None
 
 
-def _are_centered(rows: Array, rounding: float) -> bool:
-    """Returns True if the mean over rows is zero in all entries that differ."""
-    spread = rows.std(axis=0)
-    differ = spread > 1e-6
-    is_zero = np.abs(rows.mean(axis=0)) <= rounding * spread
-    return differ.sum() >= _EVIDENCE and bool(is_zero[differ].all())
+def _are_centered(rows: Array, records: Array, rounding: float) -> bool:
+    """Returns True for rows that are records less their mean, scaled by column."""
+    spread, spread_before = rows.std(axis=0), records.std(axis=0)
+    means, means_before = rows.mean(axis=0), records.mean(axis=0)
+    differ = (spread > 1e-6) & (spread_before > 1e-6)
+    is_zero = np.abs(means) <= rounding * spread
+    was_zero = np.abs(means_before) <= 0.01 * spread_before
+    if differ.sum() < _EVIDENCE or was_zero[differ].all() or not is_zero[differ].all():
+        return False
+    scaled = rows[:, differ] / spread[differ]
+    before = (records - means_before)[:, differ] / spread_before[differ]
+    return float(np.abs(scaled - before).max()) <= 10 * rounding
 
 
 def _without(entries: Array, record: Array) -> Array:
@@ -259,13 +284,15 @@ def _added(row: Array, records: Array, own: int, rounding: float) -> int | None:
     squares = (others**2).sum(axis=1)
     # Multiples of the own record explain nothing more.
     differ = squares > 1e-6 * (records**2).sum(axis=1)
+    # A record of a few entries may be what a mask has left out of its own one.
+    usual = np.median(records, axis=1, keepdims=True)
+    differ &= (records != usual).sum(axis=1) >= _EVIDENCE
     shares = others @ rest / np.where(differ, squares, 1.0)
     errors = np.linalg.norm(rest - shares[:, None] * others, axis=1)
     errors[~differ] = np.inf
-    other = int(errors.argmin())
-    if errors[other] > rounding * np.linalg.norm(rest):
-        return None
-    return other
+    explain = np.flatnonzero(errors <= rounding * np.linalg.norm(rest))
+    # Records that are alike, as waves of one frequency, explain any other one.
+    return int(explain[0]) if len(explain) == 1 else None
 
 
 def _pasted(row: Array, records: Array, own: int, rounding: float) -> int | None:
