@@ -139,9 +139,8 @@ def load_checkpoint(
 
     Raises:
         Refused: for a file that was cut short, is no checkpoint, or holds objects
-            other than tensors and plain values; with ``repeat_noise``, for a
-            checkpoint without the state of the noise
-        ValueError: for a checkpoint of another accountant
+            other than tensors and plain values; for a checkpoint of another
+            accountant; with ``repeat_noise``, for one without the state of the noise
     """
     content = read(path, **(torch_load_kwargs or {}))
     if not isinstance(content, dict) or not all(x in content for x in _PARTS):
@@ -199,8 +198,16 @@ def _count_both(accountant: Any, spent: Dict[str, Any]) -> None:
     Adds the steps of a checkpoint to those that were counted before.
 
     Raises:
-        ValueError: if it is of another accountant; then nothing changes
+        Refused: if it is of another accountant; then nothing changes
     """
+    kind, own = spent["mechanism"], accountant.mechanism()
+    if kind != own:
+        raise Refused(
+            f'The checkpoint was written with the accountant "{kind}", and the engine '
+            f'has "{own}".',
+            parameter="accountant",
+            remedy=f'Load it by PrivacyEngine(accountant="{kind}").',
+        )
     trial = copy.copy(accountant)
     trial.load_state_dict(copy.deepcopy(spent))
     accountant.history = [*accountant.history, *trial.history]

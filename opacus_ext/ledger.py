@@ -42,6 +42,7 @@ class Ledger:
         history: as accountants have it
         others: the ledgers of engines that have trained the same parameters
         beside: sentences on what its statements do not cover
+        runs: the settings of the engine's runs (:func:`opacus_ext.runs.runs_of`)
         goes_on: True if a checkpoint was loaded, from which other runs may go on, too
         repeats: True if a run that goes on is to draw what the run before would have
             drawn. The caller is then responsible for its noise
@@ -53,6 +54,7 @@ class Ledger:
         self.history: History = []
         self.others: List[Ledger] = []
         self.beside: List[str] = []
+        self.runs: List[Dict[str, Any]] = []
         self._made = _Made()  # optimizers, and samplers of loaders
 
     def made(self, accountant: Any, *parts: Any) -> None:
@@ -91,6 +93,7 @@ class Ledger:
         return {
             "others": self.missing(history, others=True),
             "beside": [*self.beside],
+            "runs": self.runs_of_others(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -98,8 +101,13 @@ class Ledger:
         if state.get("others"):
             other = Ledger()
             other.history = [(*step,) for step in state["others"]]
+            other.runs = [*state.get("runs", ())]
             self.others.append(other)
         self.beside += [x for x in state.get("beside", ()) if x not in self.beside]
+
+    def runs_of_others(self) -> List[Dict[str, Any]]:
+        """Returns the settings of other engines' runs on the same parameters."""
+        return [run for other in self.others if other.history for run in other.runs]
 
     def add(self, noise_multiplier: float, sample_rate: float) -> None:
         """Adds one step."""

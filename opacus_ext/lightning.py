@@ -24,7 +24,13 @@ from opacus_ext.data.logical import PhysicalBatch, logical_loader
 from opacus_ext.data.sampling import Poisson, Sampling
 from opacus_ext.engine import INDEPENDENT
 from opacus_ext.grad_sample.modes.ghost import ClippedLoss
-from opacus_ext.private_training import Basis, PrivateTraining, Same, check_random
+from opacus_ext.private_training import (
+    Basis,
+    PrivateTraining,
+    Same,
+    check_random,
+    upgraded,
+)
 from opacus_ext.refused import Refused
 from opacus_ext.statement import PrivacyStatement
 from opacus_ext.supported import Run, kind_of, refuse
@@ -367,7 +373,7 @@ class PrivacyCallback(Callback):
 
     def load_state_dict(self, state_dict: Dict[str, Any]) -> None:
         """Keeps the state until training begins."""
-        self._saved = state_dict
+        self._saved = upgraded(state_dict) if state_dict else {}
 
     # -- a step --------------------------------------------------------------------
 

@@ -94,6 +94,12 @@ _PLAN = "target_epsilon", "max_steps"
 Basis = Dict[Tuple[str, str], Any]
 
 
+def upgraded(saved: Mapping[str, Any]) -> Dict[str, Any]:
+    """Returns a checkpoint's state with what older versions did not write."""
+    older = {ACCOUNTANT: saved.get("accountant"), LEDGER: {}, RUNS: []}
+    return {**older, **saved}
+
+
 class _Taken:
     """The physical batches that a run has taken."""
 
@@ -159,7 +165,7 @@ class PrivateTraining:
         """
         Returns the epsilon that has been spent, at ``target_delta`` or another delta.
         """
-        return self.engine.get_epsilon(delta or self.target_delta)
+        return self.engine.get_epsilon(self.target_delta if delta is None else delta)
 
     def privacy_statement(
         self, delta: Optional[float] = None, unit: Optional[str] = None
@@ -333,7 +339,7 @@ class PrivateTraining:
         """Returns an accountant with the steps before the run."""
         if saved is None:
             return self.engine.accountant
-        state = copy.deepcopy(saved["accountant"])
+        state = copy.deepcopy(saved[ACCOUNTANT])
         accountant = create_accountant(state["mechanism"])
         accountant.load_state_dict(state)
         return accountant
@@ -376,7 +382,10 @@ class PrivateTraining:
         Refuses the state of a run with other settings, given as ``name``. A target and
         steps may be others.
         """
-        before = {"secure_mode": False, **saved["config"]}  # older ones don't say
+        kind = saved[ACCOUNTANT]["mechanism"]
+        # Older ones don't say these.
+        before = {"secure_mode": False, "accountant": kind, **saved["config"]}
+        config = {"accountant": self.engine.accountant.mechanism(), **config}
         changed = "; ".join(
             f"{key}: {before.get(key)!r} there, {config.get(key)!r} here"
             for key in sorted((before.keys() | config.keys()) - {*_PLAN})

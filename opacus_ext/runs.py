@@ -76,6 +76,7 @@ def add_run(
         "versions": installed_versions(),
     }
     add_runs(engine, [run])
+    ledger_of(engine).runs = runs_of(engine)
     return next(known for known in runs_of(engine) if known == run)
 
 
@@ -88,6 +89,32 @@ def spent_by(engine: opacus.PrivacyEngine) -> Dict[str, Any]:
         LEDGER: ledger.state_dict(spent.history),
         ACCOUNTANT: dict(spent.state_dict()),
     }
+
+
+def add_before(
+    engine: opacus.PrivacyEngine, spent: Dict[str, Any], folder: str, unit: str
+) -> None:
+    """
+    Adds what weights had spent before an engine trains them, for statements.
+
+    Args:
+        spent: of :func:`spent_by`, from a folder
+        folder: from which they were loaded
+        unit: what the engine protects; of another unit it is only told
+    """
+    ledger, before = ledger_of(engine), spent[LEDGER]
+    steps = [*spent[ACCOUNTANT]["history"], *before["others"]]
+    runs = [*spent[RUNS], *before.get("runs", ())]
+    units = {run.get("unit", "record") for run in runs}
+    if units <= {unit}:
+        ledger.load_state_dict({**before, "others": steps, "runs": runs})
+        return
+    count = sum(number for *_, number in steps)
+    ledger.beside.append(
+        f"{count} steps before, by which the weights in {folder} were trained and "
+        f"protect one {' or one '.join(sorted(units))}. They add to what somebody has "
+        "spent who is in both data sets."
+    )
 
 
 def installed_versions() -> Dict[str, str]:

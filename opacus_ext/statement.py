@@ -192,22 +192,31 @@ def find_spent(path: Union[str, os.PathLike]) -> str:
     path = os.fspath(path)
     if not os.path.isdir(path):
         return path
-    steps = {}
-    for name in os.listdir(path):
+    steps, names = {}, sorted(os.listdir(path))
+    for name in names:
         number = name.rpartition("-")[2]
         if number.isdigit() and os.path.isfile(os.path.join(path, name, SPENT)):
             steps[int(number)] = os.path.join(path, name, SPENT)
     file = os.path.join(path, SPENT)
     if os.path.isfile(file):
         return file
-    if steps:
+    weights = [name for name in names if name.endswith((".safetensors", ".bin"))]
+    weights = [name for name in weights if name != "training_args.bin"]
+    if steps and not weights:
         return steps[max(steps)]
-    files = sorted(name for name in os.listdir(path) if name.endswith((".ckpt", ".pt")))
+    files = [*weights, *(name for name in names if name.endswith((".ckpt", ".pt")))]
+    remedy = _PASS
+    if steps:  # of which the weights in the folder may be older or newer
+        last = os.path.dirname(steps[max(steps)])
+        remedy = (
+            "Save by trainer.save_model, which writes it. For the statement of the "
+            f"last checkpoint, pass {last}."
+        )
     raise Refused(
         f"The folder {path} has no {SPENT}, which PrivateTrainer writes beside weights "
         "that it has trained" + (f"; it has {', '.join(files[:3])}." if files else "."),
         parameter="path",
-        remedy=_PASS,
+        remedy=remedy,
     )
 
 
@@ -251,8 +260,9 @@ def state(
     targets = [run["target_delta"] for run in runs if run.get("target_delta")]
     delta = [None, *targets][-1] if delta is None else delta
     records = max((run.get("records") or 0 for run in runs), default=0) or None
-    kinds = {run.get("unit", "record") for run in runs}
-    unit = unit or (kinds.pop() if len(kinds) == 1 else "record")
+    versions = [run["versions"] for run in runs if "versions" in run]
+    runs = [*runs, *ledger.runs_of_others()]
+    unit, mixed = _unit_of(runs, unit)
     units = _several(unit)
     accountant, notes = _with_all_steps(accountant, ledger, unit)
     if delta is None:
@@ -281,6 +291,8 @@ def state(
         )
     bands = sorted({run.get("bands", 1) for run in runs} - {1})
     holds, more = _conditions(runs, bands, bool(phases), unit)
+    if mixed:
+        holds, more = "no", [*mixed, *more]
     infinite = math.isinf(epsilon)
     proven = holds != "no" and not infinite
     secure = all(run["secure_mode"] for run in runs) if runs else None
@@ -289,7 +301,6 @@ def state(
         texts.append(_ADDITION)
     not_covered = [text.format(unit=unit, units=units) for text in texts]
     not_covered += ledger.beside
-    versions = [run["versions"] for run in runs if "versions" in run]
     hidden = "versions", "target_delta", "unit", BROKEN
     shown = [{k: v for k, v in run.items() if k not in hidden} for run in runs]
     return PrivacyStatement(
@@ -297,7 +308,7 @@ def state(
             "statement": "privacy of a training run, opacus_ext, version 1",
             "holds": "no" if infinite else holds,
             "epsilon": epsilon if proven else None,
-            "epsilon_if_poisson": None if proven or infinite else epsilon,
+            "epsilon_if_poisson": None if proven or infinite or mixed else epsilon,
             "delta": delta,
             "unit": unit,
             "records": records,
@@ -314,6 +325,33 @@ def state(
             "versions": versions[-1] if versions else installed_versions(),
         }
     )
+
+
+def _unit_of(runs: List[Dict[str, Any]], unit: Optional[str]) -> Tuple[str, List[str]]:
+    """
+    Returns the unit of privacy, by default what an item of the data set is, and a note
+    if that is not the same in all runs.
+
+    Raises:
+        Refused: for records, where an item of a data set has several
+    """
+    kinds = sorted({run.get("unit", "record") for run in runs})
+    groups = [kind for kind in kinds if kind != "record"]
+    if unit == "record" and groups:
+        raise Refused(
+            f"An item of the data set is one {groups[0]} with all of their records. "
+            "The epsilon of one record is not known: removing it changes a gradient "
+            "by up to twice the clipping norm.",
+            parameter="unit",
+            remedy=f"Leave unit out, for a statement about one {groups[0]}.",
+        )
+    if unit is not None or len(kinds) < 2:
+        return unit or [*kinds, "record"][0], []
+    note = (
+        f"Some steps protect one {', others one '.join(kinds)}, so that no guarantee "
+        "of all steps is known for any of these. If they are the same, pass unit=."
+    )
+    return "record", [note]
 
 
 def _several(unit: str) -> str:
@@ -368,9 +406,9 @@ def _with_all_steps(
         )
     if count := sum(steps for *_, steps in every) - count:
         notes.append(
-            f"{count} steps of other engines, which trained the same parameters, are "
-            f"in this statement. For one {unit} of only one of the data sets epsilon "
-            "is smaller."
+            f"{count} steps of other engines, or of earlier training, are in this "
+            "statement: they trained the same parameters. For one "
+            f"{unit} of only one of the data sets epsilon is smaller."
         )
     return with_steps(accountant, every), notes
 

@@ -21,9 +21,9 @@ from opacus_ext.runs import ACCOUNTANT, runs_of, spent_by
 from opacus_ext.statement import read_statement, state
 
 
-def run(accountant="prv_bounds", steps=4, batches=4, data=None, **kwargs):
+def run(accountant="prv_bounds", steps=4, batches=4, data=None, model=None, **kwargs):
     torch.manual_seed(0)
-    model, engine = nn.Linear(3, 1), PrivacyEngine(accountant=accountant)
+    model, engine = model or nn.Linear(3, 1), PrivacyEngine(accountant=accountant)
     data = data or TensorDataset(torch.ones(64, 3))
     settings = dict(
         module=model,
@@ -36,12 +36,13 @@ def run(accountant="prv_bounds", steps=4, batches=4, data=None, **kwargs):
         made = engine.make_private_with_epsilon(**settings)
     else:
         made = engine.make_private(**{"noise_multiplier": 2.0, **settings})
-    model, optimizer, loader = made[0], made[1], made[-1]
+    optimizer, loader = made[1], made[-1]
+    net = made[0] if kwargs.get("wrap_model", True) else model
     for (x,), _ in zip(loader, range(steps)):
         optimizer.zero_grad()
-        model(x).mean().backward()
+        net(x).mean().backward()
         optimizer.step()
-    return SimpleNamespace(engine=engine, model=model, optimizer=optimizer)
+    return SimpleNamespace(engine=engine, model=made[0], optimizer=optimizer)
 
 
 def strict(text):
@@ -169,12 +170,47 @@ def test_the_unit_is_that_of_the_data(unit):
     assert "| number of patients | 32 |" in other and f"{unit} " not in other
 
 
-def test_runs_on_users_and_on_records_protect_records():
-    data = UserRecords(TensorDataset(torch.ones(64, 3)), range(64))
+def test_runs_on_users_and_on_records_protect_neither():
+    """A record less of a user changes a gradient by up to twice the bound."""
+    data = UserRecords(TensorDataset(torch.ones(128, 3)), torch.arange(128) % 64)
     engines = [run(data=data), run()]
     runs = [entry for each in engines for entry in runs_of(each.engine)]
-    content = state(engines[0].engine.accountant, runs, 1e-3).content
-    assert content["unit"] == "record"
+    mixed = engines[0].engine.accountant, runs, 1e-3
+    content = state(*mixed).content
+    assert content["holds"] == "no" and content["epsilon_if_poisson"] is None
+    assert "Some steps protect one record, others one user" in content["notes"][0]
+    assert state(*mixed, "patient").content["holds"] == "yes"
+    for runs in (mixed[1], mixed[1][:1]):
+        with pytest.raises(Refused, match="one user with all of their records.*Leave"):
+            state(mixed[0], runs, 1e-3, "record")
+
+
+OTHERS = {
+    "batches": (dict(poisson_sampling=False), "Batches were not drawn by Poisson"),
+    "unit": (
+        dict(data=UserRecords(TensorDataset(torch.ones(128, 3)), [*range(64)] * 2)),
+        "others one user",
+    ),
+    "none": ({}, "4 steps of other engines"),
+    "no step": (dict(poisson_sampling=False, steps=0), None),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_the_conditions_of_other_engines_hold_too(name, tmp_path):
+    """Engines that have trained the same parameters; also from a checkpoint."""
+    settings, note = OTHERS[name]
+    model = nn.Linear(3, 1)
+    run(model=model, wrap_model=False, **settings).model.cleanup()
+    made = run(model=model, wrap_model=False)
+    path = tmp_path / "run.pt"
+    made.engine.save_checkpoint(path=path, module=model)
+    for found in (made.engine.privacy_statement(1e-3), read_statement(path, 1e-3)):
+        content = found.content
+        assert (content["holds"] == "no") == (name in ("batches", "unit"))
+        assert (
+            any(note in x for x in content["notes"]) if note else not content["notes"]
+        )
 
 
 @pytest.mark.parametrize(
@@ -401,6 +437,16 @@ def test_files_that_cannot_be_used(name, tmp_path, capsys):
         with pytest.raises(SystemExit):
             main(["statement", str(wrong)])
         assert "opacus-ext statement: error:" in capsys.readouterr().err
+
+
+def test_a_checkpoint_does_not_speak_for_other_weights(tmp_path):
+    """The weights in output_dir may have taken more steps than those of it."""
+    written(tmp_path / "checkpoint-9", spent(9))
+    (tmp_path / "training_args.bin").write_bytes(b"")
+    assert read_statement(tmp_path).content["steps"] == 9
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    with pytest.raises(Refused, match="it has model.safetensors.*pass .*checkpoint-9"):
+        read_statement(tmp_path)
 
 
 def test_a_folder_of_others_says_what_it_has(tmp_path):

@@ -7,6 +7,7 @@ stopped.
 
 import copy
 import inspect
+import json
 import os
 import shutil
 import unittest.mock
@@ -22,8 +23,11 @@ from transformers import default_data_collator as collate
 from opacus_ext.data.collators import RecordCollator
 from opacus_ext.data.logical import derive_seed
 from opacus_ext.grad_sample.adapter.model import PrivateModel
+from opacus_ext.ledger import LEDGER
 from opacus_ext.losses import RecordModel, cross_entropy
 from opacus_ext.refused import Refused
+from opacus_ext.runs import ACCOUNTANT
+from opacus_ext.runs import RUNS as SETTINGS
 from opacus_ext.statement import read_statement
 from opacus_ext.trainer import PRIVACY_STATE, PrivacyArguments, PrivateTrainer
 
@@ -626,6 +630,53 @@ def test_what_is_saved_is_an_ordinary_model(name, tmp_path):
     once = run.get_epsilon()
     run.train()  # which adds up
     assert history(run) == [(1.0, 6 / N, 8)] and run.get_epsilon() > once
+
+
+def test_weights_that_were_trained_before(tmp_path):
+    """What their folder says was spent is in the statement of what follows."""
+    folders = [tmp_path / name for name in "abc"]
+    trainer(folders[0], **SAVING).train()
+    before = folders[0] / "checkpoint-4"
+    for folder, steps in zip(folders[1:], (8, 12)):
+        model = transformers.GPT2LMHeadModel.from_pretrained(before)
+        run = trainer(folder, model, **SAVING)
+        run.train()
+        stated = run.privacy_statement().content
+        assert stated["steps"] == steps and "earlier training" in stated["notes"][0]
+        before = folder / "checkpoint-4"
+        assert read_statement(before).content == stated
+    resumed = trainer(folders[2], gpt2(), **{**SAVING, "max_steps": 5})
+    resumed.train(str(before))
+    assert resumed.privacy_statement().content["steps"] == 13
+
+
+def test_weights_that_were_trained_before_on_users(tmp_path):
+    """Theirs is another guarantee, of which the statement tells."""
+    trainer(tmp_path, **SAVING).train()
+    before = tmp_path / "checkpoint-4"
+    spent = json.loads((before / "privacy.json").read_text())
+    spent[SETTINGS][0]["unit"] = "user"
+    (before / "privacy.json").write_text(json.dumps(spent))
+    model = transformers.GPT2LMHeadModel.from_pretrained(before)
+    run = trainer(tmp_path / "more", model, **SAVING)
+    run.train()
+    stated = run.privacy_statement().content
+    assert stated["steps"] == 4 and stated["holds"] == "yes"
+    assert any("protect one user" in text for text in stated["not_covered"])
+
+
+def test_a_checkpoint_of_an_older_version(tmp_path):
+    """It has no ledger, and the accountant's state by another key."""
+    trainer(tmp_path, **SAVING).train()
+    path = tmp_path / "checkpoint-2" / PRIVACY_STATE
+    state = torch.load(path)
+    state["accountant"] = state.pop(ACCOUNTANT)
+    del state[LEDGER], state[SETTINGS], state["config"]["secure_mode"]
+    torch.save(state, path)
+    run = trainer(tmp_path, **SAVING)
+    run.train(str(path.parent))
+    assert history(run) == [(1.0, 6 / N, 4)]
+    assert run.privacy_statement().content["steps"] == 4
 
 
 # -- errors ------------------------------------------------------------------------

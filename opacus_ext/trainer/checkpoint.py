@@ -34,6 +34,15 @@ def write_spent(folder: str, spent: Dict[str, Any]) -> None:
         json.dump(spent, file, indent=2)
 
 
+def read_spent(folder: str) -> Dict[str, Any]:
+    """Returns what the weights in a folder have spent; nothing if it does not say."""
+    path = os.path.join(folder, SPENT)
+    if not os.path.isfile(path):
+        return {}
+    with open(path, encoding="utf-8") as file:
+        return json.load(file)
+
+
 def read_state(folder: str) -> Dict[str, Any]:
     """Reads the privacy state of a checkpoint. Refuses an incomplete checkpoint."""
     path = os.path.join(folder, PRIVACY_STATE)

@@ -30,6 +30,7 @@ from opacus_ext.data.logical import (
     logical_loader,
 )
 from opacus_ext.data.sampling import Poisson
+from opacus_ext.data.users import unit_of
 from opacus_ext.engine import INDEPENDENT
 from opacus_ext.grad_sample.adapter.settings import settings_of
 from opacus_ext.grad_sample.core.groups import Samples, samples_of
@@ -42,14 +43,15 @@ from opacus_ext.private_torch import (
     tree_map,
     tree_unflatten,
 )
-from opacus_ext.private_training import Basis, PrivateTraining, Same
+from opacus_ext.private_training import Basis, PrivateTraining, Same, upgraded
 from opacus_ext.refused import Refused, describe
-from opacus_ext.runs import spent_by
+from opacus_ext.runs import add_before, spent_by
 from opacus_ext.statement import PrivacyStatement
 from opacus_ext.supported import Run, kind_of, refuse
 from opacus_ext.trainer.arguments import PrivacyArguments
 from opacus_ext.trainer.checkpoint import (
     forget_state,
+    read_spent,
     read_state,
     write_spent,
     write_state,
@@ -528,7 +530,7 @@ class PrivateTrainer(Trainer):
         layers = [x for x in self.model.modules() if isinstance(x, _BatchNorm)]
         self._evaluated = [layer for layer in layers if not layer.training]
         self._config = self._settings()
-        saved = read_state(path) if path else None
+        saved = upgraded(read_state(path)) if path else None
         if saved is not None:
             name = "resume_from_checkpoint"
             training.refuse_others(saved, self._config, path, name)
@@ -540,6 +542,8 @@ class PrivateTrainer(Trainer):
             training.draw = saved["draw"] - skipped
         else:
             training.refuse_spent(None, "steps (num_train_epochs or max_steps)")
+            if not self._runs:
+                self._count_before()
             seed = self.privacy.privacy_seed
             seed = training.agreed(secrets.randbits(63) if seed is None else seed)
             training.seed = derive_seed(seed, self._runs)
@@ -552,6 +556,13 @@ class PrivateTrainer(Trainer):
             if training.hooks is not None:
                 self.optimizer = training.optimizer.original_optimizer
             training.end()
+
+    def _count_before(self) -> None:
+        """Lets statements tell what the weights had spent when they were loaded."""
+        with self._inner_model():
+            folder = str(getattr(self.model, "name_or_path", ""))
+        if spent := read_spent(folder):
+            add_before(self.engine, spent, folder, unit_of(self.train_dataset))
 
     def _settings(self) -> Dict[str, Any]:
         """Returns the settings that must be the same in a run that goes on."""
