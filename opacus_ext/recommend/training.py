@@ -15,6 +15,7 @@ their repetition is the same release, counted once.
 from __future__ import annotations
 
 import argparse
+import math
 import secrets
 import time
 import warnings
@@ -28,6 +29,7 @@ from opacus.utils.batch_memory_manager import BatchMemoryManager
 from torch import nn
 from torch.utils.data import DataLoader
 
+from opacus_ext.ledger import ledger_of
 from opacus_ext.losses import PerSample, cross_entropy
 from opacus_ext.re_attention import track_errors
 from opacus_ext.recommend.loop import (
@@ -42,7 +44,13 @@ from opacus_ext.recommend.loop import (
 )
 from opacus_ext.recommend.ranking import evaluate, ndcg_and_hit, ranks
 from opacus_ext.recommend.recommender import Recommender, settings_of
-from opacus_ext.recommend.releasing import blank, build, of_sequences, release
+from opacus_ext.recommend.releasing import (
+    blank,
+    build,
+    of_sequences,
+    release,
+    uses_popularity,
+)
 from opacus_ext.recommend.sequences import (
     SequenceData,
     read_sequences,
@@ -263,8 +271,8 @@ def _trained(
     **training: Any,
 ) -> Trained:
     """What :func:`train` returns, measured."""
-    spent = privacy_statement(engine, args.delta, unit="user").text
-    recommender = Recommender(net, data.items, settings_of(args, data.once), spent)
+    settings = settings_of(args, data.once)
+    recommender = Recommender(net, data.items, settings, _statement(args, engine))
     users, items = len(data.histories), getattr(net, "items", None)
     ranked = evaluate(net, data, args.max_len)
     last = evaluate(net, data, args.max_len, own_last=True)
@@ -286,6 +294,7 @@ def _trained(
         "clipping": args.clipping,
         "ema": args.ema,
         **{"epochs": 0, "epochs_planned": 0, "steps": 0, "curve": [], **training},
+        "private": not _exact(args),
         "epsilon_spent": engine.get_epsilon(args.delta),
         "delta": args.delta,
         "once": data.once,
@@ -301,6 +310,36 @@ def _trained(
         "seconds": time.monotonic() - start,
     }
     return Trained(summary, recommender)
+
+
+def _exact(args: argparse.Namespace) -> bool:
+    """Whether the model has learned numbers that no noise was added to."""
+    return args.shares == "exact" and uses_popularity(args)
+
+
+def _statement(args: argparse.Namespace, engine: PrivacyEngine) -> str:
+    """What may be said of the model's privacy, in Markdown."""
+    if _exact(args):
+        return NO_GUARANTEE
+    names = ITEMS_OF_DATA if args.data and not args.items else ITEMS_GIVEN
+    beside = ledger_of(engine).beside
+    if names not in beside:
+        beside.append(names)
+    return privacy_statement(engine, args.delta, unit="user").text
+
+
+NO_GUARANTEE = """\
+## Privacy statement
+
+No guarantee is known for this model. How popular items are was counted in the data
+without noise (--shares exact). Train with --shares private to get a guarantee.
+"""
+ITEMS_OF_DATA = (
+    "The names of the items, which are those in the data and were taken as public. A "
+    "name that only one user brought in tells of that user. --items gives a list that "
+    "does not depend on the data."
+)
+ITEMS_GIVEN = "The list of the names of all items, which was taken as public."
 
 
 def _steps(
@@ -362,14 +401,17 @@ def summary_table(summary: Dict[str, Any]) -> str:
             f"{s['steps']} steps, {s['grad_sample_mode']}, {s['clipping']} clipping, "
             f"noise multiplier {s['noise_multiplier']:.3f}"
         )
+    privacy = "no guarantee: popularity without noise (--shares exact)"
+    if s["private"]:
+        spent = math.ceil(s["epsilon_spent"] * 100 - 1e-9) / 100
+        privacy = f"epsilon {spent:.2f} spent at delta {s['delta']:g}, user-level"
     return "\n".join(
         [
             f"data         {s['data']}: {s['users']:,} users, {s['items']:,} items, "
             f"{s['actions']:,} actions",
             f"model        {s['model']}, {s['parameters']:,} parameters",
             *lines,
-            f"privacy      epsilon {s['epsilon_spent']:.2f} spent at delta "
-            f"{s['delta']:g}, user-level",
+            f"privacy      {privacy}",
             f"run          {s['seconds']:.0f} s, "
             + ("seed drawn" if s["seed"] is None else f"seed {s['seed']}"),
             "",
