@@ -290,7 +290,8 @@ def state(
             "guarantee allows to publish somebody's data."
         )
     bands = sorted({run.get("bands", 1) for run in runs} - {1})
-    holds, more = _conditions(runs, bands, bool(phases), unit)
+    drawn = [phase["sample_rate"] < 1 for phase in phases]
+    holds, more = _conditions(runs, bands, drawn, unit)
     if mixed:
         holds, more = "no", [*mixed, *more]
     infinite = math.isinf(epsilon)
@@ -362,11 +363,19 @@ def _several(unit: str) -> str:
 
 
 def _conditions(
-    runs: List[Dict[str, Any]], bands: List[int], stepped: bool, unit: str
+    runs: List[Dict[str, Any]], bands: List[int], drawn: List[bool], unit: str
 ) -> Tuple[str, List[str]]:
-    """Returns "yes", "no" or the condition of the guarantee, and notes on it."""
+    """
+    Returns "yes", "no" or the condition of the guarantee, and notes on it. ``drawn``:
+    for each phase, whether its batches are samples of the data.
+    """
     holds, notes = "yes", []
-    if not runs and stepped:
+    if drawn and not runs and not any(drawn):
+        notes.append(
+            f"Each step is a sum over all {_several(unit)} with noise, which was "
+            "released outside of make_private. How it was clipped was not recorded."
+        )
+    if not runs and any(drawn):
         holds = "if every batch was drawn by Poisson sampling"
         notes.append(
             "How batches were drawn and gradients clipped was not recorded: the run "

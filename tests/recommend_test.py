@@ -36,6 +36,33 @@ def test_a_saved_model_recommends_the_same(more, tmp_path):
         Recommender.load(path)
 
 
+@pytest.mark.parametrize("model", [("dpformer",), ("transitions", *NOTHING[2:])])
+def test_what_is_counted_without_noise_has_no_guarantee(model):
+    """Neither in the table nor in the statement of the saved model."""
+    found = trained("--model", *model, "--shares", "exact")
+    assert not found.summary["private"]
+    assert "No guarantee is known" in found.recommender.statement
+    table = training.summary_table(found.summary)
+    assert "no guarantee" in table and "spent" not in table
+    # Without Re-Attention and prior no popularity is asked for.
+    assert trained("--model", "gru", "--prior", "none", "--shares", "exact").summary[
+        "private"
+    ]
+
+
+def test_a_statement_tells_whose_the_names_of_items_are(tmp_path):
+    """Of the data, or of a list; a run without training is no run without records."""
+    rows = [f"u{u},film {(u + i) % 9},{i}" for u in range(60) for i in range(8)]
+    (tmp_path / "a.csv").write_text("\n".join(["user,item,time", *rows]))
+    (tmp_path / "items").write_text("\n".join(f"film {i}" for i in range(9)))
+    data = ["--data", str(tmp_path / "a.csv"), *NOTHING]
+    text = trained(*data).recommender.statement
+    assert "only one user brought in" in text
+    assert "if every batch" not in text and "a sum over all users" in text
+    text = trained(*data, "--items", str(tmp_path / "items")).recommender.statement
+    assert "only one user brought in" not in text and "names of all items" in text
+
+
 def test_the_seed_is_drawn_where_data_are_real(monkeypatch):
     """One that is known tells the noise."""
     assert parse(["recommend", "--data", "x"]).seed is None
@@ -73,7 +100,7 @@ def test_the_command(tmp_path, capsys):
         (["--load", model], "--load needs --recommend-to USER"),
         ([*again[5:], "--save", model], "leave out --checkpoint, --save"),
         ([*again[5:], "--recommend-to", "bob"], "a.csv: no user 'bob'"),
-        (["--columns", "a,b"], "no column of the header"),
+        (["--columns", "a,b"], "none of the columns"),
         (["--data", data + "-missing"], "missing"),
     ):
         with pytest.raises(SystemExit) as left:

@@ -69,8 +69,11 @@ class Audit:
                 "No fault was seen: no record moves the sum of a step by more than the "
                 f"clipping bound, and the noise is what is claimed ({sure})."
             )
+        seen = "No leak was seen"
+        if self.most < self.claimed:
+            seen = "Too few canaries to tell whether it leaks"
         return (
-            f"No leak was seen: {self.canaries} canaries show epsilon at least "
+            f"{seen}: {self.canaries} canaries show epsilon at least "
             f"{self.epsilon:.2g} ({sure}), {self.claimed:.3g} is claimed at delta "
             f"{self.delta:g}. They could show {self.most:.2g} at most, if all guesses "
             "were right."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from contextlib import contextmanager
 from typing import Any, Callable, Iterator, List, Mapping, Optional, Sequence, Tuple
@@ -17,6 +18,7 @@ from opacus_ext.audit.bounds import gaussian_epsilon
 from opacus_ext.audit.report import Audit, Finding
 from opacus_ext.checks import subject
 from opacus_ext.engine import PrivacyEngine
+from opacus_ext.optimizers.draws import NOT_TAKEN
 from opacus_ext.private_torch import tree_map
 from opacus_ext.progress import progress
 from opacus_ext.refused import Refused
@@ -219,6 +221,6 @@ def audit_model(
 def quiet() -> Iterator[None]:
     """Without warnings that say nothing of an audit: its steps need no loader."""
     with warnings.catch_warnings():
-        for message in ("Secure RNG turned off", "Steps are taken, but no batch"):
+        for message in ("Secure RNG turned off", re.escape(NOT_TAKEN)):
             warnings.filterwarnings("ignore", message)
         yield

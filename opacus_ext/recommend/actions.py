@@ -232,7 +232,7 @@ def _places(
     needed = {"user", "item"} if named is None else kinds.keys() - {"rating"}
     for kind in sorted(needed - places.keys()):
         known = ", ".join([*kinds[kind]][:4])
-        what = f"no column of the header {header} is called as the {kind}'s ({known})"
+        what = f"none of the columns {header} is known as the {kind}'s ({known})"
         remedy = "Rename it, or name all: --columns USER,ITEM,TIME."
         raise _refused(path, 1, what, remedy)
     return places

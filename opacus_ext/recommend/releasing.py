@@ -38,6 +38,11 @@ MODELS = (
 PRIORS = ("transitions", "popularity", "none")
 
 
+def uses_popularity(args: argparse.Namespace) -> bool:
+    """Whether the prior or Re-Attention needs to know how popular items are."""
+    return args.prior != "none" or args.model == "dpformer"
+
+
 def build(
     args: argparse.Namespace,
     num_items: int,
@@ -89,7 +94,7 @@ def release(
     """
     given = functools.partial(noise_for, args.epsilon, args.delta)
     accountant, shares = engine.accountant, args.popularity_share
-    if args.prior == "none" and args.model != "dpformer":
+    if not uses_popularity(args):
         return None, None
     if args.shares == "exact":
         shares = 0.0
@@ -154,7 +159,7 @@ def blank(
     args: argparse.Namespace, num_items: int, state: Mapping[str, torch.Tensor]
 ) -> Tuple[Optional[Popularity], Optional[Transitions]]:
     """In place of releases that a checkpoint's model ``state`` has."""
-    if args.prior == "none" and args.model != "dpformer":
+    if not uses_popularity(args):
         return None, None
     popularity = Popularity(torch.ones(num_items + 1, dtype=torch.float64), 1.0)
     if args.prior != "transitions":

@@ -147,14 +147,17 @@ def read_sequences(
     elif actions.times is not None:
         count = Counter(actions.items)
         order = [i for i in order if count[actions.items[i]] >= min_actions]
+    dropped = len(actions.users) - len(order)
     by_user: Dict[str, List[str]] = {}
     for i in order:
         by_user.setdefault(actions.users[i], []).append(actions.items[i])
     users = [u for u in by_user if len(by_user[u]) >= min_actions]
     users = sorted(users, key=_by_number)[:max_users]
     if not users:
+        left = f" after {dropped} of other items were left out" if dropped else ""
         raise Refused(
-            f"{path}: no user has {min_actions} actions or more.",
+            f"{path}: no user has {min_actions} actions or more, of "
+            f"{len(actions.users):,} in all{left}.",
             parameter="path",
             remedy="Lower min_actions (--min-actions), to 3 or more, or give a file "
             "with longer histories.",

@@ -15,6 +15,7 @@ their repetition is the same release, counted once.
 from __future__ import annotations
 
 import argparse
+import math
 import secrets
 import time
 import warnings
@@ -28,7 +29,7 @@ from opacus.utils.batch_memory_manager import BatchMemoryManager
 from torch import nn
 from torch.utils.data import DataLoader
 
-from opacus_ext.ledger import note_broken
+from opacus_ext.ledger import ledger_of, note_broken
 from opacus_ext.losses import PerSample, cross_entropy
 from opacus_ext.re_attention import track_errors
 from opacus_ext.recommend.loop import (
@@ -43,7 +44,13 @@ from opacus_ext.recommend.loop import (
 )
 from opacus_ext.recommend.ranking import evaluate, ndcg_and_hit, ranks
 from opacus_ext.recommend.recommender import Recommender, settings_of
-from opacus_ext.recommend.releasing import blank, build, of_sequences, release
+from opacus_ext.recommend.releasing import (
+    blank,
+    build,
+    of_sequences,
+    release,
+    uses_popularity,
+)
 from opacus_ext.recommend.sequences import (
     SequenceData,
     read_sequences,
@@ -140,14 +147,12 @@ def train(args: argparse.Namespace, data: SequenceData) -> Trained:
     """
     start = time.monotonic()
     untrained = not args.train_share and args.prior == "transitions"
-    is_exact = args.shares == "exact"
-    if untrained and (args.model != "transitions" or args.checkpoint or is_exact):
+    if untrained and (args.model != "transitions" or args.checkpoint):
         raise Refused(
             f"--train-share 0 trains nothing: --model {args.model} is of random "
-            "weights, --checkpoint of no epoch, and --shares exact without noise.",
+            "weights, and --checkpoint of no epoch.",
             parameter="--train-share",
-            remedy="Take --model transitions without --checkpoint and --shares, or "
-            "give a share.",
+            remedy="Take --model transitions without --checkpoint, or give a share.",
         )
     if args.once is not None:
         data = replace(data, once=args.once)
@@ -197,7 +202,7 @@ def train(args: argparse.Namespace, data: SequenceData) -> Trained:
         clipping=args.clipping,
     )
 
-    if is_exact:
+    if _exact(args):
         note_broken(optimizer, "shares", _EXACT)
     if args.model == "dpformer" and releases[0] is not None:
         shares = of_sequences(args, releases[0], users).to(args.device)
@@ -276,8 +281,8 @@ def _trained(
     **training: Any,
 ) -> Trained:
     """What :func:`train` returns, measured."""
-    spent = privacy_statement(engine, args.delta, unit="user").text
-    recommender = Recommender(net, data.items, settings_of(args, data.once), spent)
+    settings = settings_of(args, data.once)
+    recommender = Recommender(net, data.items, settings, _statement(args, engine))
     users, items = len(data.histories), getattr(net, "items", None)
     ranked = evaluate(net, data, args.max_len)
     last = evaluate(net, data, args.max_len, own_last=True)
@@ -295,11 +300,11 @@ def _trained(
         "prior": args.prior,
         "top": data.num_items if items is None else len(items),
         "train_share": args.train_share,
-        "shares": args.shares,
         "grad_sample_mode": args.grad_sample_mode,
         "clipping": args.clipping,
         "ema": args.ema,
         **{"epochs": 0, "epochs_planned": 0, "steps": 0, "curve": [], **training},
+        "private": not _exact(args),
         "epsilon_spent": engine.get_epsilon(args.delta),
         "delta": args.delta,
         "once": data.once,
@@ -315,6 +320,36 @@ def _trained(
         "seconds": time.monotonic() - start,
     }
     return Trained(summary, recommender)
+
+
+def _exact(args: argparse.Namespace) -> bool:
+    """Whether the model has learned numbers that no noise was added to."""
+    return args.shares == "exact" and uses_popularity(args)
+
+
+def _statement(args: argparse.Namespace, engine: PrivacyEngine) -> str:
+    """What may be said of the model's privacy, in Markdown."""
+    if _exact(args):
+        return NO_GUARANTEE
+    names = ITEMS_OF_DATA if args.data and not args.items else ITEMS_GIVEN
+    beside = ledger_of(engine).beside
+    if names not in beside:
+        beside.append(names)
+    return privacy_statement(engine, args.delta, unit="user").text
+
+
+NO_GUARANTEE = """\
+## Privacy statement
+
+No guarantee is known for this model. How popular items are was counted in the data
+without noise (--shares exact). Train with --shares private to get a guarantee.
+"""
+ITEMS_OF_DATA = (
+    "The names of the items, which are those in the data and were taken as public. A "
+    "name that only one user brought in tells of that user. --items gives a list that "
+    "does not depend on the data."
+)
+ITEMS_GIVEN = "The list of the names of all items, which was taken as public."
 
 
 def _steps(
@@ -376,15 +411,17 @@ def summary_table(summary: Dict[str, Any]) -> str:
             f"{s['steps']} steps, {s['grad_sample_mode']}, {s['clipping']} clipping, "
             f"noise multiplier {s['noise_multiplier']:.3f}"
         )
+    privacy = "no guarantee: popularity without noise (--shares exact)"
+    if s["private"]:
+        spent = math.ceil(s["epsilon_spent"] * 100 - 1e-9) / 100
+        privacy = f"epsilon {spent:.2f} spent at delta {s['delta']:g}, user-level"
     return "\n".join(
         [
             f"data         {s['data']}: {s['users']:,} users, {s['items']:,} items, "
             f"{s['actions']:,} actions",
             f"model        {s['model']}, {s['parameters']:,} parameters",
             *lines,
-            f"privacy      epsilon {s['epsilon_spent']:.2f} spent at delta "
-            f"{s['delta']:g}, user-level"
-            + (", but for the popularity of items" if s["shares"] == "exact" else ""),
+            f"privacy      {privacy}",
             f"run          {s['seconds']:.0f} s, "
             + ("seed drawn" if s["seed"] is None else f"seed {s['seed']}"),
             "",

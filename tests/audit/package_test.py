@@ -206,8 +206,7 @@ def test_what_an_audit_says_of_steps(case, monkeypatch):
 
 def test_what_an_audit_says_of_a_run():
     """A claim permits so many right guesses, and canaries can show so much."""
-    accountant = PRVBoundsAccountant()
-    accountant.step(noise_multiplier=2.0, sample_rate=1.0)
+    accountant = of_one_step(2.0)
     coins = np.arange(100) % 2 == 0
     audit = audit_scores(coins + 0.1, coins, accountant)
     assert audit.canaries == 100 and audit.epsilon == audit.most > 1
@@ -218,4 +217,22 @@ def test_what_an_audit_says_of_a_run():
     values = [f_dp_p_value(claim, 100, 20, n) for n in (permitted, permitted + 1)]
     assert values[0] > 0.025 >= values[1] and audit.broken
     half = audit_scores(np.zeros(100), coins, accountant)
-    assert "No leak was seen: 100 canaries show epsilon at least 0 (95 %" in str(half)
+    told = "whether it leaks: 100 canaries show epsilon at least 0 (95 %"
+    assert half.most < half.claimed and told in half.verdict
+    many = np.arange(1000) % 2 == 0
+    enough = audit_scores(np.zeros(1000), many, of_one_step(16.0))
+    assert enough.most > enough.claimed
+    assert enough.verdict.startswith("No leak was seen: 1000 canaries show")
+
+
+def of_one_step(noise_multiplier):
+    """An accountant of one step."""
+    accountant = PRVBoundsAccountant()
+    accountant.step(noise_multiplier=noise_multiplier, sample_rate=1.0)
+    return accountant
+
+
+@pytest.mark.filterwarnings("error::UserWarning")
+def test_an_audit_of_steps_tells_of_no_loader(case):
+    """Its steps need none: a warning that epsilon does not hold is not for readers."""
+    assert audit_model(*case, trials=20, confidence=0.9999).ok

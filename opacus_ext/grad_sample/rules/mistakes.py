@@ -78,10 +78,10 @@ def check_op(function: Callable, rule: Callable, op: object) -> None:
         remedy = "Give the op's input, data=(x,), even if the factors do not need it."
     elif len(fields[1]) != len(fields[2]):
         problem = f"gives data_dims={tuple(fields[2])} for {len(fields[1])} data"
-        ones = ", ".join(["1"] * len(fields[1]))
+        ones = (1,) * len(fields[1])
         remedy = (
             "Say of each how many of its trailing dims belong to one row, as in "
-            f"data_dims=({ones})."
+            f"data_dims={ones}."
         )
     if problem:
         names = f"{name_of(rule)} of {name_of(function)}"
