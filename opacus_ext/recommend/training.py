@@ -331,10 +331,11 @@ def _statement(args: argparse.Namespace, engine: PrivacyEngine) -> str:
     """What may be said of the model's privacy, in Markdown."""
     if _exact(args):
         return NO_GUARANTEE
-    names = ITEMS_OF_DATA if args.data and not args.items else ITEMS_GIVEN
+    told = [ITEMS_OF_DATA if args.data and not args.items else ITEMS_GIVEN]
+    if args.users:
+        told.append(USERS_TAKEN)
     beside = ledger_of(engine).beside
-    if names not in beside:
-        beside.append(names)
+    beside += [text for text in told if text not in beside]
     return privacy_statement(engine, args.delta, unit="user").text
 
 
@@ -348,6 +349,10 @@ ITEMS_OF_DATA = (
     "The names of the items, which are those in the data and were taken as public. A "
     "name that only one user brought in tells of that user. --items gives a list that "
     "does not depend on the data."
+)
+USERS_TAKEN = (
+    "Which users of the table were taken (--users): if one of them is removed, another "
+    "one comes in."
 )
 ITEMS_GIVEN = "The list of the names of all items, which was taken as public."
 
