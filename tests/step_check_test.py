@@ -146,7 +146,7 @@ def test_random_numbers_of_its_own():
 
 def noise_where_data_say(x, y):
     x = x.clone()
-    is_hidden = x > 0
+    is_hidden = x > 0.5
     x[is_hidden] = torch.randn(int(is_hidden.sum()))
     mean(x, y)
 
