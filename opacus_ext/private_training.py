@@ -96,8 +96,7 @@ Basis = Dict[Tuple[str, str], Any]
 
 def upgraded(saved: Mapping[str, Any]) -> Dict[str, Any]:
     """Returns a checkpoint's state with what older versions did not write."""
-    older = {ACCOUNTANT: saved.get("accountant"), LEDGER: {}, RUNS: []}
-    return {**older, **saved}
+    return {ACCOUNTANT: saved.get("accountant"), LEDGER: {}, RUNS: [], **saved}
 
 
 class _Taken:
