@@ -290,7 +290,7 @@ def state(
             "guarantee allows to publish somebody's data."
         )
     bands = sorted({run.get("bands", 1) for run in runs} - {1})
-    drawn = [phase["sample_rate"] < 1 for phase in phases]
+    drawn = [rate < 1 for _, rate, _ in accountant.history]
     holds, more = _conditions(runs, bands, drawn, unit)
     if mixed:
         holds, more = "no", [*mixed, *more]

@@ -154,7 +154,7 @@ def read_sequences(
     users = [u for u in by_user if len(by_user[u]) >= min_actions]
     users = sorted(users, key=_by_number)[:max_users]
     if not users:
-        left = f" after {dropped} of other items were left out" if dropped else ""
+        left = f", {dropped:,} of them of rare or unlisted items" * bool(dropped)
         raise Refused(
             f"{path}: no user has {min_actions} actions or more, of "
             f"{len(actions.users):,} in all{left}.",
