@@ -32,6 +32,7 @@ class Audit:
         findings: one for each test
         canaries: their number in a run; 0 for single steps, which bound no epsilon
         most: the largest epsilon that so many canaries could have shown
+        can_tell: True if a run that leaks could have contradicted the claim
     """
 
     epsilon: float
@@ -41,6 +42,7 @@ class Audit:
     findings: List[Finding]
     canaries: int = 0
     most: float = 0.0
+    can_tell: bool = True
 
     @property
     def broken(self) -> List[Finding]:
@@ -70,7 +72,7 @@ class Audit:
                 f"clipping bound, and the noise is what is claimed ({sure})."
             )
         seen = "No leak was seen"
-        if self.most < self.claimed:
+        if not self.can_tell:
             seen = "Too few canaries to tell whether it leaks"
         return (
             f"{seen}: {self.canaries} canaries show epsilon at least "

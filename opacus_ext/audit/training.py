@@ -67,7 +67,8 @@ def audit_scores(
     claimed = float(accountant.get_epsilon(delta=delta))
     row = f"{guesses} guesses", permitted, right, "right guesses"
     findings = [Finding("membership", *row, right > permitted)]
-    return Audit(least, claimed, delta, confidence, findings, count, most)
+    can_tell = permitted < guesses
+    return Audit(least, claimed, delta, confidence, findings, count, most, can_tell)
 
 
 def audit_training(

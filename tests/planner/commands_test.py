@@ -16,10 +16,13 @@ import transformers
 from opacus_ext.accountants import PRVBoundsAccountant
 from opacus_ext.audit import Audit
 from opacus_ext.data.sampling import Poisson
+from opacus_ext.engine import PrivacyEngine
 from opacus_ext.planner.commands import check as check_command
 from opacus_ext.planner.commands import options
 from opacus_ext.planner.commands.main import main
 from opacus_ext.planner.commands.options import EPILOG, build_parser
+from opacus_ext.runs import runs_of, spent_by
+from opacus_ext.trainer.checkpoint import write_spent
 
 SCRIPT = Path(options.__file__).parents[3] / "opacus_ext_command.py"
 FEW = "--parameters 1e4:2e5 --steps 100:200"  # small lattices: seconds
@@ -251,9 +254,13 @@ def llama(tmp_path):
     accountant = PRVBoundsAccountant()
     accountant.history = [(0.9, 0.02, 300)]
     config = {"grad_sample_mode": "ghost", "clipping": "automatic", "records": 1000}
-    content = {"config": {**config, "per_sample_max_grad_norm": 0.3}}
-    content |= {"accountant": accountant.state_dict(), "noise_multiplier": 0.9}
-    torch.save(content, tmp_path / "run" / "privacy.pt")
+    engine = PrivacyEngine(accountant="prv_bounds")
+    engine.accountant = accountant
+    sampling = {"scheme": "poisson", "sample_rate": 0.02}
+    runs_of(engine).append(
+        {**config, "max_grad_norm": 0.3, "sampling": sampling, "secure_mode": False}
+    )
+    write_spent(str(tmp_path / "run"), spent_by(engine))
     return tmp_path
 
 
