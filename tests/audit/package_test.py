@@ -217,12 +217,11 @@ def test_what_an_audit_says_of_a_run():
     values = [f_dp_p_value(claim, 100, 20, n) for n in (permitted, permitted + 1)]
     assert values[0] > 0.025 >= values[1] and audit.broken
     half = audit_scores(np.zeros(100), coins, accountant)
-    told = "whether it leaks: 100 canaries show epsilon at least 0 (95 %"
-    assert half.most < half.claimed and told in half.verdict
-    many = np.arange(1000) % 2 == 0
-    enough = audit_scores(np.zeros(1000), many, of_one_step(16.0))
-    assert enough.most > enough.claimed
-    assert enough.verdict.startswith("No leak was seen: 1000 canaries show")
+    assert "No leak was seen: 100 canaries show epsilon at least 0 (95 %" in str(half)
+    weak = audit_scores(np.zeros(100), coins, of_one_step(0.2))
+    assert weak.findings[0].claimed == 20 and not weak.can_tell
+    told = "Too few canaries to tell whether it leaks: 100 canaries"
+    assert weak.verdict.startswith(told)
 
 
 def of_one_step(noise_multiplier):
