@@ -123,7 +123,8 @@ def runs(args: argparse.Namespace, rest: List[str]) -> Iterator[List[str]]:
         half = model.endswith("-half")
         argv = [
             *("--data", args.data, "--model", model.removesuffix("-half")),
-            *("--epsilon", str(epsilon), "--seed", str(seed), "--lr", str(lr)),
+            *("--epsilon", str(epsilon), "--delta", "1e-5", "--seed", str(seed)),
+            *("--lr", str(lr)),
             *("--batch-size", str(batch_size)),
             *(("--width", "32") if half else ()),
             *(("--prior", prior) if prior is not None else ()),
