@@ -262,7 +262,8 @@ def _check_is_of_model(
     public = getattr(torch.optim, kind.__name__, None) is kind
     rate = optimizer.defaults.get("lr")
     raise Refused(
-        f"{others} of the {len(held)} parameters in the optimizer are not the model's: "
+        "Module parameters are different than optimizer Parameters: "
+        f"{others} of {len(held)} in the optimizer are not the model's. Perhaps "
         "it was made before the model was changed, as by ModuleValidator.fix, which "
         "makes new layers.",
         parameter="optimizer",
