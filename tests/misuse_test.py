@@ -175,7 +175,7 @@ ARGUMENTS = {
     ),
     "layer replaced": (
         replaced(),
-        r"2 of the 4.*= torch.optim.SGD\(model.parameters\(\), lr=0.1\)",
+        r"2 of 4.*= torch.optim.SGD\(model.parameters\(\), lr=0.1\)",
     ),
     "frozen": ({"module": net().requires_grad_(False)}, "no trainable parameter"),
     "evaluation mode": ({"module": net().eval()}, "training mode"),
