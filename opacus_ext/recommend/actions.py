@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import math
 import re
+from contextlib import suppress
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import (
@@ -89,10 +90,10 @@ def read_actions(
         separator = _separator(path)
         by_pandas = _by_pandas(path, separator)
         if by_pandas is not None:
-            try:
+            # What is refused is read again by Python's own reader, which knows the
+            # number of the line.
+            with suppress(Refused):
                 return _actions(path, by_pandas, columns)
-            except Refused:
-                pass  # Python's own reader knows the number of the line.
         return _actions(path, _by_line(path, separator), columns)
     except UnicodeDecodeError:
         what, remedy = "this is no text in UTF-8", "Save the file as UTF-8."
