@@ -57,11 +57,11 @@ from opacus_ext.data.choice import (
 from opacus_ext.data.draws import Draws, PoissonLoader, count_records
 from opacus_ext.data.sampling import Poisson, Sampling
 from opacus_ext.grad_sample.modes import common
-from opacus_ext.grad_sample.modes.adaptive import AdaptiveCriterion
 from opacus_ext.grad_sample.modes.ghost import ClippedCriterion
 from opacus_ext.ledger import ledger_of, note_trained, with_steps
 from opacus_ext.losses import PerSample
 from opacus_ext.modes import find_mode, find_optimizer, name_of, refuse_unfit
+from opacus_ext.optimizers import adaptive
 from opacus_ext.optimizers.banded import Banded, BandedNoise
 from opacus_ext.optimizers.loop import watch_loader, watch_steps
 from opacus_ext.optimizers.optimizer import ClippingOptimizer
@@ -69,14 +69,13 @@ from opacus_ext.refused import Refused
 from opacus_ext.runs import add_run, count_steps, runs_of
 from opacus_ext.secure import SecureSource
 from opacus_ext.statement import privacy_statement
-from opacus_ext.supported import ADAPTIVE, Run, kind_of, refuse
+from opacus_ext.supported import ADAPTIVE_ENGINE, Run, kind_of, refuse
 from opacus_ext.tables import in_a_line
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 # What make_private returns. A wrapped model has the methods of the model as well.
-# "adaptive" clipping has an optimizer of Opacus.
 Made = Tuple[Any, ClippingOptimizer, DataLoader]
 MadeWithCriterion = Tuple[Any, ClippingOptimizer, Callable[..., Any], DataLoader]
 WithCriterion = Literal["ghost", "ghost_bk", "scan", "auto"]
@@ -204,7 +203,8 @@ class PrivacyEngine(opacus.PrivacyEngine):
                 first dim may be the batch size
             on_nonfinite: how a sample is treated whose gradient is not finite: "drop"
                 (it counts as zero, with a warning) or "raise"
-            kwargs: arguments of the optimizer of "adaptive" clipping
+            kwargs: arguments of "adaptive" clipping, see
+                :class:`~opacus_ext.optimizers.adaptive.AdaptiveBound`
 
         Returns:
             ``(model, optimizer, loader)``, or ``(model, optimizer, criterion, loader)``
@@ -417,7 +417,7 @@ class PrivacyEngine(opacus.PrivacyEngine):
         **kwargs: Any,
     ) -> Any:
         mode = find_mode(grad_sample_mode)
-        if mode is None or clipping == "adaptive":  # it reads per-sample gradients
+        if mode is None:
             return _stock["_prepare_optimizer"](
                 self,
                 optimizer=optimizer,
@@ -429,12 +429,17 @@ class PrivacyEngine(opacus.PrivacyEngine):
             )
         if isinstance(optimizer, DPOptimizer):
             optimizer = optimizer.original_optimizer
-        return find_optimizer(mode, clipping, distributed)(
+        adapts = clipping == adaptive.ADAPTIVE
+        made = find_optimizer(mode, "flat" if adapts else clipping, distributed)(
             optimizer=optimizer,
             generator=self.secure_rng if self.secure_mode else noise_generator,
             secure_mode=self.secure_mode,
             **kwargs,
         )
+        if adapts:
+            given = {x: kwargs[x] for x in adaptive.ARGUMENTS if x in kwargs}
+            adaptive.AdaptiveBound(made, **given)
+        return made
 
     def _prepare_data_loader(
         self, data_loader: DataLoader, *, poisson_sampling: bool, **kwargs: Any
@@ -606,7 +611,7 @@ def _run_of(
         noise="secure" if engine.secure_mode else kind,
     )
     adapts = isinstance(engine, PrivacyEngineAdaptiveClipping)
-    return run._replace(front_end=ADAPTIVE) if adapts else run
+    return run._replace(front_end=ADAPTIVE_ENGINE) if adapts else run
 
 
 def _clipped_criterion(
@@ -701,9 +706,26 @@ def _with_criterion(
         )
     ]
     if isinstance(prepared[0], DPLossFastGradientAdaptiveClipping):
-        refuse(run._replace(front_end=ADAPTIVE), type(first).__name__)
-        prepared = [AdaptiveCriterion(prepared[0])]
+        refuse(run._replace(front_end=ADAPTIVE_ENGINE), type(first).__name__)
+        prepared = [_adapting(engine, prepared[0])]
     return first, optimizer, *prepared, loader
+
+
+def _adapting(
+    engine: opacus.PrivacyEngine, stock: DPLossFastGradientAdaptiveClipping
+) -> ClippedCriterion:
+    """Makes the criterion, and lets the bound adapt, as Opacus's criterion says."""
+    optimizer: Any = stock.optimizer
+    if optimizer.adaptive is None:  # clipping="adaptive" has one already
+        adaptive.AdaptiveBound(
+            optimizer,
+            target_unclipped_quantile=stock.target_unclipped_quantile,
+            clipbound_learning_rate=stock.clipbound_learning_rate,
+            min_clipbound=stock.min_clipbound,
+            max_clipbound=stock.max_clipbound,
+        )
+    parts = stock.module, optimizer, stock.criterion, stock.loss_reduction
+    return _clipped_criterion(engine, *parts)
 
 
 def _count(

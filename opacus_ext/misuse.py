@@ -110,7 +110,7 @@ def check_arguments(
     allowed = {*names, *Arguments.__annotations__}
     allowed |= set(inspect.signature(get_noise_multiplier).parameters)
     allowed |= _arguments_of_users(engine)
-    for name in () if clipping == "adaptive" else others:
+    for name in others:
         if name not in allowed:
             raise Refused(
                 f"make_private has no argument {name!r}.",

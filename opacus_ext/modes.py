@@ -30,6 +30,7 @@ from opacus_ext.grad_sample.modes.ghost import (
 )
 from opacus_ext.grad_sample.modes.hooks import GradSampleMode
 from opacus_ext.grad_sample.parallel.sharding import find_group
+from opacus_ext.optimizers.adaptive import ADAPTIVE
 from opacus_ext.optimizers.distributed import (
     DistributedGhostDPOptimizer,
     DistributedHooksDPOptimizer,
@@ -124,7 +125,7 @@ def refuse_unfit(
     if find_mode(grad_sample_mode) is None:
         _refuse_trained_as_is(module, grad_sample_mode)
         return
-    if clipping != "adaptive":
+    if clipping != ADAPTIVE:
         find_clipping(clipping)
     if is_new:
         common.refuse(module)

@@ -14,7 +14,6 @@ from opacus_ext.grad_sample.factors import norm_of_each
 from opacus_ext.grad_sample.parallel.sharding import group_of
 from opacus_ext.optimizers.optimizer import ClippingOptimizer
 from opacus_ext.refused import Refused, check_argument, check_number
-from opacus_ext.secure import with_noise
 from opacus_ext.tables import in_a_line
 
 # In units of C. One bin an octave: few bins have little noise.
@@ -83,12 +82,8 @@ class Monitor:
         self.engine, self.optimizer = engine, optimizer
         self.delta, self.share = delta, share
         self._reset()
-        optimizer.observers += (self,)
-
-    @property
-    def noise_factor(self) -> float:
-        """The factor of the gradients' noise that pays for the histogram."""
-        return 1 / math.sqrt(1 - self.share)
+        # It comes before what moves the bound that it counts by.
+        optimizer.observers = self, *optimizer.observers
 
     @property
     def ran(self) -> str:
@@ -134,21 +129,15 @@ class Monitor:
             norms: norms of the samples' gradients, ``[B]`` for each physical batch
         """
         optimizer = self.optimizer
-        processes = getattr(optimizer, "_processes", None)
         all_norms = torch.cat([n.detach() for n in norms])
         grid = all_norms.new_tensor(THRESHOLDS, dtype=torch.float64)
         bins = torch.bucketize(all_norms.to(grid) / optimizer.max_grad_norm, grid)
         # bincount and one_hot would wait for the GPU.
         bin_numbers = torch.arange(len(grid) + 1, device=all_norms.device)
         counts = (bins[:, None] == bin_numbers).sum(0).to(grid)
-        counts /= getattr(optimizer, "copies", 1)  # they are added up again
         std = optimizer.noise_multiplier / math.sqrt(self.share)
         self._counts_variance += std**2
-        if processes is None or optimizer.rank == 0:
-            generator = optimizer._generator_for(counts.device)
-            counts = with_noise(counts, std, 1.0, generator)
-        if processes is not None:
-            processes.sum(counts)
+        counts = optimizer.release(counts, std, 1.0)
         self._counts = counts + torch.as_tensor(self._counts).to(counts)
         self._observe_gradient()
         self._steps += 1
@@ -279,7 +268,7 @@ def _check_optimizer(optimizer: Any) -> None:
         reason = f"Monitor can't observe a {type(optimizer).__name__}."
         remedy = (
             "Pass the optimizer that make_private returned, before Accelerate or a "
-            'scheduler wraps it, and any clipping but "adaptive".'
+            "scheduler wraps it, in a mode of opacus_ext."
         )
     elif any(group_of(p) for p in optimizer.params):
         reason = "Monitor can't observe experts that are sharded over processes."

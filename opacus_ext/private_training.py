@@ -280,8 +280,9 @@ class PrivateTraining:
             ("optimizer", "expected_batch_size"): optimizer.expected_batch_size,
             ("optimizer", "loss_reduction"): optimizer.loss_reduction,
         }
-        if isinstance(optimizer, ClippingOptimizer):  # others adapt it by themselves
-            basis["optimizer", "max_grad_norm"] = optimizer.every_bound
+        if isinstance(optimizer, ClippingOptimizer):
+            bound = optimizer.every_bound if optimizer.adaptive is None else "adaptive"
+            basis["optimizer", "max_grad_norm"] = bound
         return basis
 
     def refuse_changes(self) -> None:

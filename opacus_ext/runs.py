@@ -54,7 +54,7 @@ def add_run(
         clipping: an argument of ``make_private``, as all that follow
     """
     optimizer, loader = made[1], made[-1]
-    records = len(loader.dataset)
+    records, adaptive = len(loader.dataset), getattr(optimizer, "adaptive", None)
     bounds = max_grad_norm if isinstance(max_grad_norm, (list, tuple)) else None
     if sampling is not None:
         described = sampling.describe(records)
@@ -62,7 +62,7 @@ def add_run(
         described = _describe_stock(loader, poisson_sampling, records)
     run = {
         "grad_sample_mode": grad_sample_mode,
-        "clipping": getattr(clipping, "name", clipping),
+        "clipping": "adaptive" if adaptive else getattr(clipping, "name", clipping),
         "max_grad_norm": [*map(float, bounds)] if bounds else float(max_grad_norm),
         "sensitivity": float(
             getattr(optimizer, "sensitivity", math.hypot(*(bounds or [max_grad_norm])))

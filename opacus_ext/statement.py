@@ -523,7 +523,10 @@ def _accountant(c: Mapping[str, Any]) -> str:
 def _mechanism(run: Mapping[str, Any], unit: str) -> str:
     bands, bound = run.get("bands", 1), f"norm {run['sensitivity']:.6g}"
     if run["clipping"] == "adaptive":
-        bound = "a norm that adapts"
+        bound = (
+            "a norm that follows a quantile of all norms, whose count is released with "
+            "noise and is part of epsilon"
+        )
     noise = "Gaussian noise"
     if bands > 1:
         noise += f" that is correlated over {bands} steps"

@@ -38,13 +38,13 @@ class Run(NamedTuple):
 
 _PER_SAMPLE = "hooks", "functorch"
 _GHOST = "ghost", "ghost_bk", "scan", "auto"
-ADAPTIVE = "PrivacyEngineAdaptiveClipping"
+ADAPTIVE_ENGINE = "PrivacyEngineAdaptiveClipping"
 _TRAINERS = "PrivateTrainer", "PrivacyCallback"
 _SEVERAL = "DistributedDataParallel", "fully_shard", "expert_parallel"
 
 #: The words for each part of a run.
 CHOICES: Dict[str, Tuple[str, ...]] = {
-    "front_end": ("make_private", ADAPTIVE, *_TRAINERS),
+    "front_end": ("make_private", ADAPTIVE_ENGINE, *_TRAINERS),
     "model": (
         "one process",
         *_SEVERAL,
@@ -156,63 +156,28 @@ GAPS = (
         "Leave it out, or train in one process.",
     ),
     Gap(
-        {"clipping": ("adaptive",), "mode": _GHOST},
+        {"clipping": ("adaptive",), "noise": ("banded",)},
         "clipping",
-        "This mode has no adaptive clipping, which needs per-sample gradients.",
-        'Use grad_sample_mode="hooks", or "ghost" of '
-        "opacus.utils.adaptive_clipping.PrivacyEngineAdaptiveClipping without "
-        "clipping=.",
+        "Correlated noise is accounted for one bound in all steps, which adaptive "
+        "clipping moves.",
+        'Choose another clipping, or noise="independent".',
     ),
     Gap(
-        {"clipping": ("adaptive",), "model": _SEVERAL},
-        "clipping",
-        "The adaptive clipping of Opacus is for one process: each would adapt a bound "
-        "of its own.",
-        "Choose another clipping.",
-    ),
-    Gap(
-        {"clipping": ("adaptive",), "noise": ("banded", "secure")},
-        "clipping",
-        "Adaptive clipping draws its noise in Opacus, where it is independent and not "
-        "secure.",
-        "Choose another clipping.",
-    ),
-    Gap(
-        {"clipping": ("adaptive",), "front_end": ("PrivateTrainer",)},
-        "clipping",
-        "PrivateTrainer has no adaptive clipping: its checkpoints would not hold the "
-        "bound.",
-        'Choose another clipping, such as "automatic", which needs no bound.',
-    ),
-    Gap(
-        {"front_end": (ADAPTIVE,), "model": _SEVERAL},
-        "module",
-        "The adaptive clipping of Opacus is for one process: each would adapt a bound "
-        "of its own.",
-        "Take opacus.PrivacyEngine.",
-    ),
-    Gap(
-        {"front_end": (ADAPTIVE,), "noise": ("banded", "secure")},
+        {"front_end": (ADAPTIVE_ENGINE,), "mode": _GHOST, "noise": ("banded",)},
         "noise",
-        "The adaptive clipping of Opacus changes the noise multiplier, which noise "
-        "that is correlated or secure can't follow.",
+        "Correlated noise is accounted for one bound in all steps, which this engine "
+        "moves.",
         "Take opacus.PrivacyEngine.",
     ),
     Gap(
         {
-            "front_end": (ADAPTIVE,),
+            "front_end": (ADAPTIVE_ENGINE,),
             "mode": _GHOST,
             "clipping": ("per_layer", "automatic", "normalized"),
         },
         "clipping",
         "The adaptive clipping of Opacus is flat.",
         "Leave clipping out.",
-    ),
-    Gap(
-        {"front_end": (ADAPTIVE,), "mode": ("scan", "auto")},
-        "grad_sample_mode",
-        "The bound of adaptive clipping takes the norms of all samples at once.",
-        'Use grad_sample_mode="ghost" or "ghost_bk".',
     ),
     Gap(
         {"mode": ("no_op",), "noise": ("banded", "secure")},

@@ -124,8 +124,7 @@ WRONG = [
     "mode, clipping, bound, words",
     [
         *((mode, *wrong) for mode in MODES for wrong in WRONG),
-        # Opacus's own adaptive clipping reads per-sample gradients.
-        *((mode, "adaptive", 1.0, "adaptive") for mode in ("ghost", "ghost_bk")),
+        *((mode, "adaptive", EACH, "flat.*max_grad_norm") for mode in MODES),
     ],
 )
 def test_refused_before_anything_is_changed(mode, wrap, clipping, bound, words):

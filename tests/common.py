@@ -11,6 +11,7 @@ first.
 """
 
 import copy
+import math
 import warnings
 from dataclasses import dataclass
 
@@ -127,6 +128,12 @@ def factors(clipping, norms, max_grad_norm):
         return max_grad_norm / (norms + 0.01)
     clip = (max_grad_norm / (norms + 1e-6)).clamp(max=1)
     return clip / max_grad_norm if clipping == "normalized" else clip
+
+
+def moved(bound, norms, expected, quantile=0.5, lr=0.2):
+    """The bound after a batch of adaptive clipping, without noise in the count."""
+    fraction = float(((norms <= bound).double() - 0.5).sum()) / expected + 0.5
+    return bound * math.exp(-lr * (fraction - quantile))
 
 
 def clipped_sum(grads, clipping="flat", max_grad_norm=1.0):

@@ -294,6 +294,8 @@ TWO = [
     Case("mixture", "ghost_bk", UNEVEN * 2, optimizer="Adam"),
     *(Case("plain", mode, UNEVEN, clipping="automatic") for mode in PLAIN),
     Case("plain", "ghost_bk", [[3, 1]], clipping="per_layer"),
+    *(Case("plain", mode, UNEVEN, clipping="adaptive") for mode in PLAIN),
+    Case("mixture", "ghost_bk", UNEVEN, clipping="adaptive"),
     *(Case("ddp", mode, UNEVEN) for mode in PLAIN),
     Case("compiled", "ghost_bk", UNEVEN),
     Case("switch", "ghost", [[2, 1], [3, 2]]),
@@ -465,7 +467,6 @@ def private_again(mode: str) -> None:
     make_private(wrapper, mode, batch_size=2)
 
 
-QUANTILE = {"clipping": "adaptive", "target_unclipped_quantile": 0.5}
 REFUSED = {
     "uneven": (uneven, "has 3 experts"),
     "none": (
@@ -478,7 +479,6 @@ REFUSED = {
         lambda: used_again(make_private, mode="ghost_bk", batch_size=2),
         "expert_parallel has returned",
     ),
-    "adaptive": (lambda: private("ghost", **QUANTILE), "no adaptive clipping"),
     **{
         mode: (functools.partial(private, mode), f"'{mode}'")
         for mode in ("hooks", "functorch", "scan", "auto")

@@ -1,20 +1,17 @@
 """Properties that every mode has, whatever the model."""
 
 import copy
-import math
 import pickle
 import re
 
 import pytest
 import torch
-from opacus.utils.adaptive_clipping import PrivacyEngineAdaptiveClipping
 from opacus.utils.batch_memory_manager import BatchMemoryManager
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import TensorDataset
 
-import opacus_ext
 from opacus_ext import Refused
 from opacus_ext.refused import add_note
 from tests.common import (
@@ -655,110 +652,3 @@ def test_notes_before_python_3_11():
         error = Old(*args)
         add_note(error, "Samples run alone.")
         assert str(error) == "\n".join([*args, "Samples run alone."])
-
-
-# -- adaptive clipping -----------------------------------------------------------------
-
-
-class OfBoth(opacus_ext.PrivacyEngine, PrivacyEngineAdaptiveClipping):
-    """Ours comes first."""
-
-
-def _adaptive(
-    mode, wrap=True, model=None, kind=PrivacyEngineAdaptiveClipping, **kwargs
-):
-    model = model or nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
-    given = dict(noise_multiplier=0.0, max_grad_norm=0.2, poisson_sampling=False)
-    given.update(min_clipbound=0.01, clipbound_learning_rate=1.0)
-    records = TensorDataset(torch.randn(40, 3).double(), torch.zeros(40).long())
-    first, *others = kind().make_private(
-        module=model,
-        optimizer=torch.optim.SGD(model.parameters(), lr=1.0),
-        criterion=nn.CrossEntropyLoss(),
-        data_loader=DataLoader(records, batch_size=40),
-        grad_sample_mode=mode,
-        wrap_model=wrap,
-        **{**given, **kwargs},
-    )
-    return model, first if wrap else model, *others
-
-
-@wrapped_or_not
-@pytest.mark.parametrize("kind", [PrivacyEngineAdaptiveClipping, OfBoth])
-@pytest.mark.parametrize("mode", ["ghost", "ghost_bk", "ghost_fsdp"])
-def test_adaptive_clipping(mode, wrap, kind):
-    """Each sample is clipped at a bound that the noisy share of longer ones has set."""
-    torch.manual_seed(0)
-    x, y = torch.randn(40, 3).double(), torch.randint(0, 2, (40,))
-    model, called, optimizer, criterion, _ = _adaptive(mode, wrap, kind=kind)
-    for _ in range(2):
-        before = {n: p.detach().clone() for n, p in model.named_parameters()}
-        alone = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
-        alone.load_state_dict(before)
-        grads = oracle(
-            alone, (x, y), lambda m, b: F.cross_entropy(m(b[0]), b[1], reduction="none")
-        )
-        old = optimizer.max_grad_norm
-        optimizer.zero_grad()
-        criterion(called(x), y).backward()
-        optimizer.step()
-        new = optimizer.max_grad_norm
-        share = (norms_of(grads) <= old).double().mean()
-        # The noise of the share has a standard deviation of a twentieth.
-        assert abs(math.log(old / new) - (share - 0.5)) < 0.25
-        total = clipped_sum(grads, "flat", new)
-        got = {n: 40 * (before[n] - p.detach()) for n, p in model.named_parameters()}
-        assert_same(got, total)
-
-
-def test_adaptive_clipping_adds_more_noise():
-    """The count of longer gradients is paid for by the noise of the gradients."""
-    wide = nn.Linear(5000, 2).double()
-    given = dict(noise_multiplier=3.0, min_clipbound=1.0)
-    _, called, optimizer, criterion, _ = _adaptive("ghost", model=wide, **given)
-    old = wide.weight.detach().clone()
-    criterion(called(torch.zeros(40, 5000).double()), torch.zeros(40).long()).backward()
-    optimizer.step()
-    std = (3.0**-2 - (2 * 40 / 20) ** -2) ** -0.5 * optimizer.max_grad_norm
-    assert abs(40 * (wide.weight - old).std() / std - 1) < 0.05
-    assert optimizer.noise_multiplier == 3.0  # which is accounted
-
-
-def test_adaptive_clipping_with_another_noise_multiplier():
-    """That of a scheduler is accounted, so the noise is that, also for no records."""
-    _, called, optimizer, criterion, _ = _adaptive("ghost", noise_multiplier=1.0)
-    x, y = torch.zeros(40, 3).double(), torch.zeros(40).long()
-    for size, multiplier, noise in ((40, 1.0, 1.0), (40, 2.0, 2.0), (0, 3.0, 3.0)):
-        optimizer.noise_multiplier = multiplier
-        optimizer.zero_grad()
-        criterion(called(x[:size]), y[:size]).backward()
-        if size:
-            noise = (multiplier**-2 - (2 * size / 20) ** -2) ** -0.5
-        assert optimizer.gradient_noise_multiplier == pytest.approx(noise)
-        optimizer.step()
-
-
-class Branching(nn.Linear):
-    """A linear map that asks for its data."""
-
-    def forward(self, x):
-        y = super().forward(x)
-        return y if x.sum() > 0 else -y
-
-
-def test_adaptive_clipping_of_a_batch_in_parts():
-    """No bound has seen all norms."""
-    branching = Branching(3, 2).double()
-    _, called, _, criterion, _ = _adaptive("ghost", model=branching)
-    with pytest.raises(Refused, match="several groups, or one by one"):
-        criterion(
-            called(torch.randn(40, 3).double()), torch.zeros(40).long()
-        ).backward()
-    _, called, optimizer, criterion, loader = _adaptive("ghost")
-    given = dict(max_physical_batch_size=20, optimizer=optimizer)
-    with BatchMemoryManager(data_loader=loader, **given) as parts:
-        with pytest.raises(Refused, match="max_grad_norm was"):
-            for x, y in parts:
-                optimizer.zero_grad()
-                criterion(called(x), y).backward()
-                optimizer.step()

@@ -25,7 +25,9 @@ from torch.distributed.tensor import DTensor
 from tests.common import (
     clipped_sum,
     make_private,
+    moved,
     next_token_loss,
+    norms_of,
     oracle,
     square_loss,
     trainable,
@@ -324,7 +326,7 @@ class Case:
     def bounds(self, model: nn.Module) -> Any:
         """For per-layer clipping one that differs from parameter to parameter."""
         if self.clipping != "per_layer":
-            return 0.3
+            return getattr(model, "bound", 0.3)  # adaptive clipping moves it
         return [0.02 * (2 + len(name) % 5) for name in map(kind_of, trainable(model))]
 
     def plain_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
@@ -376,8 +378,11 @@ class Case:
     ) -> Dict[str, torch.Tensor]:
         """A step of plain autograd for the expected batch size; the weights then."""
         grads = oracle(model, batch, losses or self.losses)
+        bound = self.bounds(model)
         for name, total in self.sums(model, grads, processes).items():
             model.get_parameter(name).grad = total / size
+        if self.clipping == "adaptive":
+            model.bound = moved(bound, norms_of(grads), size)
         optimizer.step()
         return whole(model)
 

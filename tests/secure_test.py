@@ -376,7 +376,6 @@ def test_checkpoints_hold_nothing_of_the_noise(tmp_path):
         ("hooks", {"poisson_sampling": False}, "leaves the loader"),
         ("no_op", {}, "independent and not"),
         ("hoks", {}, "Is 'hooks' meant"),
-        ("hooks", {"clipping": "adaptive", "target_unclipped_quantile": 0.5}, "adapt"),
         ("hooks", {"noise_generator": torch.Generator()}, "prohibited"),
         ("hooks", {"data_loader": DataLoader(data(), batch_size=None)}, "no batches"),
     ],

@@ -182,6 +182,7 @@ TWO = [
     *(Case("plain", mode) for mode in MODES),
     Case("plain", masked=True, optimizer="Adam", wrap=False, reshards=False),
     Case("plain", clipping="per_layer"),
+    Case("plain", clipping="adaptive"),
     Case("branches"),
     Case("item", "ghost"),
     Case("checkpoint", masked=True),

@@ -93,7 +93,7 @@ def train(run):
             module=model,
             optimizer=torch.optim.SGD(params, lr=0.1),
             data_loader=DataLoader(data, batch_size=4),
-            noise_multiplier=0.01,  # adaptive clipping asks for batches of 10 times it
+            noise_multiplier=0.01,
             max_grad_norm=[1.0] * len(params) if per_layer else 1.0,
             grad_sample_mode=run.mode,
             clipping=run.clipping,

@@ -118,7 +118,8 @@ assert type(adaptive) is MODES["ghost"].module
 assert type(handle("ghost")[0]) is MODES["ghost"].module
 adaptive = dict(clipping="adaptive", target_unclipped_quantile=0.5, min_clipbound=0.1,
     clipbound_learning_rate=0.1, max_clipbound=1.0, unclipped_num_std=1.0)
-assert type(handle("hooks", **adaptive)[1]) is optimizers.AdaClipDPOptimizer
+assert handle("hooks", **adaptive)[1].adaptive.most == 1.0
+assert type(handle("no_op", **adaptive)[1]) is optimizers.AdaClipDPOptimizer
 grad_sample.register_grad_sample_mode("theirs", module=grad_sample.GradSampleModule)
 assert type(handle("theirs")[0]) is grad_sample.GradSampleModule
 try:

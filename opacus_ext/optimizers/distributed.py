@@ -203,6 +203,14 @@ class _Distributed(Base):
         divisor = super().divisor  # the expected batch size is one process's
         return divisor * self.world_size if self.loss_reduction == "mean" else divisor
 
+    def release(
+        self, statistic: torch.Tensor, noise_multiplier: float, sensitivity: float
+    ) -> torch.Tensor:
+        """See ``NoisyOptimizer``; process 0 adds the noise."""
+        if self.rank == 0:
+            statistic = super().release(statistic, noise_multiplier, sensitivity)
+        return self._processes.sum(statistic)
+
     def _sum_over_processes(self) -> None:
         totals = [p.summed_grad for p in self.params if not self._is_sharded(p)]
         for bucket in in_buckets(totals):

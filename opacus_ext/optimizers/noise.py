@@ -16,7 +16,12 @@ from opacus_ext.ledger import note_beside
 from opacus_ext.optimizers.banded import BandedNoise
 from opacus_ext.optimizers.draws import state_of
 from opacus_ext.refused import Refused
-from opacus_ext.secure import SecureSource, add_rounded_noise, gaussian_grid
+from opacus_ext.secure import (
+    SecureSource,
+    add_rounded_noise,
+    gaussian_grid,
+    with_noise,
+)
 
 if TYPE_CHECKING:
     Base = DPOptimizer
@@ -60,9 +65,7 @@ class NoisyOptimizer(Base):
     @property
     def gradient_noise_multiplier(self) -> float:
         """The standard deviation of the noise, over the sensitivity."""
-        multiplier = float(self.noise_multiplier)
-        # Adaptive clipping adjusts that of a batch, and leaves it for an empty one.
-        return max(multiplier, getattr(self, "_adjusted_noise_multiplier", multiplier))
+        return float(self.noise_multiplier)
 
     @property
     def sensitivity(self) -> float:
@@ -216,6 +219,20 @@ class NoisyOptimizer(Base):
                 total = total.view_as(p)
             p.grad = total if total.dtype == p.dtype else total.to(p.dtype)
         _mark_as_processed([p.summed_grad for p in params])
+
+    def release(
+        self, statistic: torch.Tensor, noise_multiplier: float, sensitivity: float
+    ) -> torch.Tensor:
+        """
+        Returns a statistic of the samples of all processes, with noise.
+
+        Args:
+            statistic: of the samples of this process, which are added up
+            noise_multiplier: the standard deviation of the noise, over the sensitivity
+            sensitivity: the most that one record changes the statistic, in L2 norm
+        """
+        generator = self._generator_for(statistic.device)
+        return with_noise(statistic, noise_multiplier, sensitivity, generator)
 
     def _sum_over_processes(self) -> None:
         """Adds the sums of other processes to ``p.summed_grad``."""

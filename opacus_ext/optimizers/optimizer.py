@@ -15,6 +15,7 @@ from typing import (
     Dict,
     Iterable,
     List,
+    Mapping,
     NamedTuple,
     NoReturn,
     Optional,
@@ -40,10 +41,13 @@ from opacus_ext.grad_sample.adapter.passes import Passes
 from opacus_ext.grad_sample.core.clip import ClippedSum
 from opacus_ext.grad_sample.factors import GradSample
 from opacus_ext.ledger import note_beside, note_broken
+from opacus_ext.optimizers.adaptive import ADAPTIVE, AdaptiveBound
 from opacus_ext.optimizers.draws import NOT_TAKEN
 from opacus_ext.optimizers.noise import NoisyOptimizer, divide, on_this_process
 from opacus_ext.refused import Refused, warn_once
 from opacus_ext.tables import in_a_line
+
+_BOUND = "opacus_ext_bound"  # a key of checkpoints
 
 
 class _Unfinished(NamedTuple):
@@ -60,7 +64,7 @@ class ClippingOptimizer(NoisyOptimizer):
     on_nonfinite = "drop"  # or "raise", set by make_private
     mode: Any = None  # of the model, set by make_private
     #: Each has ``observe(norms)``, called with the samples' norms once a logical batch
-    #: when its noise was added, and a ``noise_factor`` for the gradients' noise.
+    #: when its noise was added, and a ``share`` of the budget of each step.
     observers: Tuple[Any, ...] = ()
     loop: Any = None  # a LoopMonitor, set by make_private
     draws: Any = None  # a DrawCounter of the loader, set by make_private
@@ -166,8 +170,23 @@ class ClippingOptimizer(NoisyOptimizer):
         The noise multiplier of the gradients: larger than ``noise_multiplier``, which
         is accounted, where an observer releases something beside them.
         """
-        factors = (each.noise_factor for each in self.observers)
-        return super().gradient_noise_multiplier * math.prod(factors, start=1.0)
+        # Gaussian mechanisms of one step: the inverse squares of their multipliers add.
+        share = sum(observer.share for observer in self.observers)
+        if share >= 1:
+            raise Refused(
+                "What is released beside the gradients takes all of the budget of a "
+                f"step: {', '.join(map(repr, self.observers))}.",
+                parameter="noise_multiplier",
+                remedy="Give unclipped_num_std a larger number, or Monitor a smaller "
+                "share.",
+            )
+        return super().gradient_noise_multiplier / math.sqrt(1 - share)
+
+    @property
+    def adaptive(self) -> Optional[AdaptiveBound]:
+        """What moves the bound, if something does."""
+        bounds = (x for x in self.observers if isinstance(x, AdaptiveBound))
+        return next(bounds, None)
 
     def pre_step(self, closure: Optional[Any] = None) -> Optional[float]:
         """
@@ -220,10 +239,30 @@ class ClippingOptimizer(NoisyOptimizer):
             grad_sample_mode=run.get("grad_sample_mode"),
             noise_multiplier=float(self.noise_multiplier),
             max_grad_norm=float(bounds[0]) if len(bounds) == 1 else "one a parameter",
-            clipping=self.clipping.name,
+            clipping=self.clipping.name if self.adaptive is None else ADAPTIVE,
             expected_batch_size=self.expected_batch_size,
             last_step=self.ran.partition(": ")[2] or None,
         )
+
+    def state_dict(self) -> Dict[str, Any]:
+        """The state of the wrapped optimizer, of its noise, and a bound that moves."""
+        state = super().state_dict()
+        if self.adaptive is not None:
+            state[_BOUND] = float(self.max_grad_norm)
+        return state
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """
+        Loads what :meth:`state_dict` returned.
+
+        Raises:
+            Refused: if only one of the two runs has correlated noise
+        """
+        state = dict(state_dict)
+        bound = state.pop(_BOUND, None)
+        super().load_state_dict(state)
+        if self.adaptive is not None and bound is not None:
+            self.adaptive.set_bound(bound)
 
     def _look_at_draws(self) -> None:
         """
