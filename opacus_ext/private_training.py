@@ -229,6 +229,8 @@ class PrivateTraining:
             **kwargs,
         )
         runs_of(self.engine)[-1]["target_delta"] = self.target_delta
+        if self.saved is not None and self.optimizer.adaptive is not None:
+            self.optimizer.adaptive.set_bound(*self.saved["bounds"])
         self.optimizer.draws, self._taken = None, _Taken()  # they have numbers
         private = private_model_of(module)
         if private is not None:
@@ -370,6 +372,7 @@ class PrivateTraining:
             **spent_by(self.engine),
             "config": config,
             "noise_multiplier": self.optimizer.noise_multiplier,
+            "bounds": self.optimizer.every_bound,
             "noise": None if self.noise is None else self.noise.get_state(),
             "seed": self.seed,
             "draw": self.draw,

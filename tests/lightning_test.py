@@ -148,7 +148,8 @@ def test_resume(stop, tmp_path):
             tmp_path, every_n_train_steps=stop, save_top_k=-1, filename="{step}"
         )
         model = Classifier()
-        callback = privacy("ghost_bk", noise_multiplier=1.0, repeat_noise=repeat_noise)
+        settings = dict(noise_multiplier=1.0, clipping="adaptive")
+        callback = privacy("ghost_bk", repeat_noise=repeat_noise, **settings)
         lightning = trainer(
             callback, checkpoint, enable_checkpointing=True, max_steps=9
         )

@@ -506,8 +506,8 @@ def test_the_other_order_of_bases():
 
 def test_a_resumed_run_is_the_one_that_was_not_stopped(tmp_path):
     """
-    In the middle of an epoch, with dropout, random masks, Adam and evaluation, which
-    changes nothing. A model of from_pretrained is in evaluation mode.
+    In the middle of an epoch, with dropout, random masks, Adam, a bound that moves and
+    evaluation, which changes nothing. A model of from_pretrained is in evaluation mode.
     """
     data = sentences()
     saving = {"save_strategy": "steps", "save_steps": 4, "logging_steps": 4}
@@ -516,6 +516,7 @@ def test_a_resumed_run_is_the_one_that_was_not_stopped(tmp_path):
 
     def make(**given):
         model, collate = bert("ForMaskedLM", 0.2), DataCollatorForLanguageModeling
+        given = {"privacy": private(clipping="adaptive"), **given}
         given = {**saving, **adam, **given, "data_collator": collate(WORDS)}
         return trainer(tmp_path, model.eval(), data, **given)
 
@@ -535,7 +536,8 @@ def test_a_resumed_run_is_the_one_that_was_not_stopped(tmp_path):
         again = [x["loss"] for x in other.state.log_history if "loss" in x]
         assert again == losses
         shutil.rmtree(tmp_path / "checkpoint-9")
-    fresh = [make(privacy=private(repeat_noise=False)) for _ in range(2)]
+    other_noise = private(repeat_noise=False, clipping="adaptive")
+    fresh = [make(privacy=other_noise) for _ in range(2)]
     for other in fresh:
         other.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
         assert distance(weights(whole.model), weights(other.model)) > 1e-3

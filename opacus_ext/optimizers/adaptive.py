@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Optional, Sequence
+from typing import Any, Optional, Sequence
 
 import torch
 
 from opacus_ext.refused import Refused, check_argument, check_number
 from opacus_ext.tables import in_a_line
-
-if TYPE_CHECKING:
-    from opacus_ext.optimizers.optimizer import ClippingOptimizer
 
 #: The name of ``make_private(clipping=...)``.
 ADAPTIVE = "adaptive"
@@ -43,7 +40,7 @@ class AdaptiveBound:
     mechanism of noise multiplier s (theorem 1): epsilon is that of a fixed bound.
 
     Args:
-        optimizer: it clips flat, and gives the first bound
+        optimizer: a ClippingOptimizer that clips flat, and has the first bound
         target_unclipped_quantile: the fraction of samples that is not to be clipped,
             between 0 and 1
         clipbound_learning_rate: how fast the bound moves
@@ -57,7 +54,7 @@ class AdaptiveBound:
 
     def __init__(
         self,
-        optimizer: ClippingOptimizer,
+        optimizer: Any,
         *,
         target_unclipped_quantile: float = 0.5,
         clipbound_learning_rate: float = 0.2,

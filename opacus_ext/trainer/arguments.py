@@ -7,6 +7,7 @@ from typing import Any, List, Optional
 
 from opacus_ext.clipping import CLIPPINGS
 from opacus_ext.engine import INDEPENDENT
+from opacus_ext.optimizers.adaptive import ADAPTIVE
 from opacus_ext.private_training import check_budget, check_random
 from opacus_ext.refused import Refused, check_argument, check_number
 from opacus_ext.registry import MODES
@@ -30,8 +31,10 @@ class PrivacyArguments:
         noise_multiplier: instead of ``target_epsilon``
         per_sample_max_grad_norm: the bound of each record's gradient; for
             ``clipping="per_layer"`` a list, in the order of the optimizer's parameters
-        clipping: "flat", "automatic", "normalized", "per_layer" or one that was
-            registered
+        clipping: "flat", "automatic", "normalized", "per_layer", "adaptive" or one that
+            was registered
+        target_unclipped_quantile: the fraction of records that "adaptive" clipping
+            leaves as they are
         grad_sample_mode: "auto", "ghost_bk", "ghost", "scan" or "hooks"
         shared: names of inputs made by data_collator that all records of a batch
             share, such as a table of positions; all other inputs have one row for each
@@ -69,7 +72,8 @@ class PrivacyArguments:
     per_sample_max_grad_norm: float = _field(
         1.0, "bound of each record's gradient; a list for per_layer", nargs="+"
     )
-    clipping: str = _field("flat", "flat, automatic, normalized or per_layer")
+    clipping: str = _field("flat", "flat, automatic, normalized, per_layer or adaptive")
+    target_unclipped_quantile: float = _field(0.5, "of adaptive clipping")
     grad_sample_mode: str = _field("auto", "auto, ghost_bk, ghost, scan or hooks")
     shared: Optional[List[str]] = _field(
         None, "names of inputs that all records share", nargs="*"
@@ -88,6 +92,9 @@ class PrivacyArguments:
             self.per_sample_max_grad_norm = bound = bound[0]
         for each in bound if isinstance(bound, (list, tuple)) else [bound]:
             check_number("per_sample_max_grad_norm", each)
+        check_number(
+            "target_unclipped_quantile", self.target_unclipped_quantile, below=1
+        )
         check_argument(
             "shared",
             self.shared,
@@ -102,7 +109,7 @@ class PrivacyArguments:
         check_random(self.secure_mode, **fixed)
         check_budget(self.target_delta, self.target_epsilon, self.noise_multiplier)
         for name, choices in (
-            ("clipping", CLIPPINGS),
+            ("clipping", (*CLIPPINGS, ADAPTIVE)),
             ("grad_sample_mode", MODES),
             ("accountant", ("prv_bounds", "prv", "rdp")),
             ("monitor", ("off", "private")),

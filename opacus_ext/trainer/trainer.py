@@ -363,6 +363,7 @@ class PrivateTrainer(Trainer):
             self.args.device,
             max_grad_norm=privacy.per_sample_max_grad_norm,
             clipping=privacy.clipping,
+            target_unclipped_quantile=privacy.target_unclipped_quantile,
             grad_sample_mode=privacy.grad_sample_mode,
             sampling=sampling,
         )
