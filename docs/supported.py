@@ -28,8 +28,8 @@ def rows() -> Iterator[str]:
     """Yields the lines of the page."""
     yield INTRO
     yield "## Modes and models\n"
-    yield 'With independent noise, and clipping that is not "adaptive". A number leads'
-    yield "to the list below.\n"
+    yield "With independent noise, and flat clipping. A number leads to the list"
+    yield "below.\n"
     modes = CHOICES["mode"]
     yield f"| front end | model | {' | '.join(modes)} |"
     yield f"| --- | --- |{' --- |' * len(modes)}"

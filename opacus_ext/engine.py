@@ -418,6 +418,10 @@ class PrivacyEngine(opacus.PrivacyEngine):
     ) -> Any:
         mode = find_mode(grad_sample_mode)
         if mode is None:
+            if clipping == adaptive.ADAPTIVE:  # Opacus's optimizer has no defaults
+                size = kwargs["expected_batch_size"]
+                defaults = {**adaptive.DEFAULTS, "unclipped_num_std": size / 20}
+                kwargs = {**defaults, **kwargs}
             return _stock["_prepare_optimizer"](
                 self,
                 optimizer=optimizer,
@@ -437,7 +441,7 @@ class PrivacyEngine(opacus.PrivacyEngine):
             **kwargs,
         )
         if adapts:
-            given = {x: kwargs[x] for x in adaptive.ARGUMENTS if x in kwargs}
+            given = {x: kwargs[x] for x in adaptive.DEFAULTS if x in kwargs}
             adaptive.AdaptiveBound(made, **given)
         return made
 

@@ -12,14 +12,7 @@ from opacus_ext.tables import in_a_line
 
 #: The name of ``make_private(clipping=...)``.
 ADAPTIVE = "adaptive"
-#: The arguments of ``make_private`` that :class:`AdaptiveBound` takes.
-ARGUMENTS = (
-    "target_unclipped_quantile",
-    "clipbound_learning_rate",
-    "min_clipbound",
-    "max_clipbound",
-    "unclipped_num_std",
-)
+_MOST = 100.0  # change of the bound's logarithm, whose exponential is finite
 
 
 class AdaptiveBound:
@@ -139,7 +132,8 @@ class AdaptiveBound:
         std = self.count_std if optimizer.noise_multiplier else 0.0
         expected = self.batch_size * optimizer.accumulated_iterations
         fraction = float(optimizer.release(count, 2 * std, 0.5)) / expected + 0.5
-        moved = bound * math.exp(-self.learning_rate * (fraction - self.quantile))
+        change = -self.learning_rate * (fraction - self.quantile)
+        moved = bound * math.exp(min(max(change, -_MOST), _MOST))
         self.set_bound(min(max(moved, self.least), self.most))
 
     def set_bound(self, bound: float) -> None:
@@ -148,3 +142,7 @@ class AdaptiveBound:
         optimizer.max_grad_norm = bound
         if hasattr(optimizer.mode, "max_grad_norm"):  # Opacus keeps it there, too
             optimizer.mode.max_grad_norm = bound
+
+
+#: The arguments of ``make_private`` that it takes, by Opacus's names.
+DEFAULTS = dict(AdaptiveBound.__init__.__kwdefaults__)
