@@ -32,8 +32,8 @@ NOTES = """
   number of records. `PrivateTrainer.get_epsilon()` and
   `PrivacyCallback.get_epsilon()` take the target, `engine.privacy_statement()` that
   of `make_private_with_epsilon`.
-- **The accountant** "prv_bounds" gives an upper bound; "prv" is Opacus's, whose
-  number can be above or below the truth by its error
+- **The accountant** "prv_bounds" gives an upper bound. "prv" is Opacus's name, history
+  and checkpoints with the same upper bound
   ([accountants](../explanation/accountants.md)).
 - **The bound** of `clipped_grads` is in `clipping`: `find_clipping("flat").at(1.0)`.
 - **The mode** "hooks" keeps a gradient of each sample, as in Opacus; "auto" chooses

@@ -360,6 +360,7 @@ class PrivacyEngine(opacus.PrivacyEngine):
         were taken, also if the accountant was replaced since.
         """
         misuse.check_delta(self, delta, self.dataset)
+        delta = float(delta)  # of numpy's, or a fraction
         missing = ledger_of(self).missing(self.accountant.history)
         accountant = with_steps(self.accountant, missing)
         if any(noise == 0 for noise, *_ in accountant.history):

@@ -21,6 +21,7 @@ from opacus.validators import ModuleValidator
 
 from opacus_ext import validators
 from opacus_ext.accountants import PRVBoundsAccountant
+from opacus_ext.accountants.stock import BoundedPRVAccountant, SolvedGaussianAccountant
 from opacus_ext.data.draws import Splits
 from opacus_ext.engine import PrivacyEngine
 from opacus_ext.grad_sample.rules import experts
@@ -31,6 +32,7 @@ _METHODS = "make_private make_private_with_epsilon get_epsilon privacy_statement
 _METHODS += "save_checkpoint load_checkpoint __init__ __repr__ "
 # Users' engines may call these by super(), or by the name of Opacus's class.
 _METHODS += "_prepare_model _prepare_optimizer _prepare_data_loader _prepare_criterion"
+_ACCOUNTANTS = PRVBoundsAccountant, BoundedPRVAccountant, SolvedGaussianAccountant
 
 _undo: List[Callable[[], None]] = []
 _extended = False  # True if transformers has our experts
@@ -45,10 +47,9 @@ def _entries() -> List[Tuple[Any, str, Any]]:
         (validator, "validate", classmethod(validators.validate)),
         (validator, "fix", classmethod(validators.fix)),
         (opacus.utils.batch_memory_manager, "BatchSplittingSampler", Splits),
-        (
-            opacus.accountants.registry._ACCOUNTANTS,
-            PRVBoundsAccountant.mechanism(),
-            PRVBoundsAccountant,
+        *(
+            (opacus.accountants.registry._ACCOUNTANTS, kind.mechanism(), kind)
+            for kind in _ACCOUNTANTS
         ),
     ]
 

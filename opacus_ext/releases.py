@@ -128,8 +128,8 @@ def noise_for(epsilon: float, delta: float, share: float = 1.0) -> float:
     Shares are of the square of mu, which adds up over Gaussian mechanisms: mu is one
     over the noise multiplier (Dong, Roth and Su 2019, corollary 3.3; Balle and Wang
     2018, theorem 8). Releases whose shares sum to 1 spend the budget exactly by
-    "prv_bounds". Opacus's accountants bound it less closely ("prv" 8.01 of 8, "rdp"
-    8.6): take shares that sum to less there.
+    "prv_bounds" and "prv". "rdp" bounds it less closely (8.6 of 8): take shares that
+    sum to less there.
 
     Args:
         epsilon, delta: of the whole budget

@@ -38,7 +38,6 @@ SPENT = "privacy.json"
 
 # Opacus's accountants, whose epsilon logs may have, and why it differs.
 _OTHERS = {
-    "prv": "which adds a margin of 0.01",
     "rdp": "whose bound is less close",
     "gdp": "which approximates, and is no bound",
 }

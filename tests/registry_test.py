@@ -100,8 +100,9 @@ print(json.dumps({
 """
 
 _ENGINE = "opacus.privacy_engine.PrivacyEngine."
+NAMES = "gdp", "prv", "prv_bounds"
 REPLACED = [
-    "opacus.accountants.registry._ACCOUNTANTS[prv_bounds]",
+    *(f"opacus.accountants.registry._ACCOUNTANTS[{name}]" for name in NAMES),
     _ENGINE + "__init__",
     _ENGINE + "__repr__",
     _ENGINE + "_prepare_criterion",

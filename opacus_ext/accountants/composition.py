@@ -74,7 +74,8 @@ class Composition:
         Raises:
             Refused: for a delta outside (0, 1), and a history that is no list of steps
         """
-        _check("delta", delta, 0 < delta < 1, "between 0 and 1, both excluded")
+        given, delta = delta, _number(delta)
+        _check("delta", given, 0 < delta < 1, "between 0 and 1, both excluded")
         return self._bounds(lambda steps: epsilon_bounds(steps, delta), math.inf)
 
     def get_delta(self, epsilon: float) -> Bounds:
@@ -89,7 +90,8 @@ class Composition:
         Raises:
             Refused: for a negative epsilon, and as :meth:`get_bounds`
         """
-        _check("epsilon", epsilon, 0 <= epsilon < math.inf, "0 or more, and finite")
+        given, epsilon = epsilon, _number(epsilon)
+        _check("epsilon", given, 0 <= epsilon < math.inf, "0 or more, and finite")
         return self._bounds(lambda steps: delta_bounds(steps, epsilon), 1.0)
 
     def _bounds(self, bounds_of: Callable[[List[Step]], Bounds], most: float) -> Bounds:
@@ -141,6 +143,14 @@ def _rounded(pairs: Counter, side: int) -> Counter:
         if sum(rate < 1 for _, rate in found) <= _DISTINCT:
             return found
         width *= 1.25
+
+
+def _number(value: Any) -> float:
+    """Returns a tensor or a fraction as a plain number, and NaN for no number."""
+    try:
+        return math.nan if isinstance(value, str) else float(value)
+    except (TypeError, ValueError):
+        return math.nan
 
 
 def _check(name: str, value: Any, allowed: bool, text: str) -> None:

@@ -145,4 +145,4 @@ class AdaptiveBound:
 
 
 #: The arguments of ``make_private`` that it takes, by Opacus's names.
-DEFAULTS = dict(AdaptiveBound.__init__.__kwdefaults__)
+DEFAULTS = dict(AdaptiveBound.__init__.__kwdefaults__ or {})
