@@ -81,9 +81,14 @@ def _of_user(layer: nn.Module, table: Dict[type, Any]) -> Any:
     return None if found in _OF_OPACUS else found
 
 
+def _is_lazy(layer: nn.Module) -> bool:
+    """Whether a layer has no shapes yet."""
+    return any(map(is_lazy, [*layer.parameters(), *layer.buffers()]))
+
+
 def _parts(layer: Any) -> Optional[List[nn.Module]]:
     """Returns what a BatchNorm's forward does after the norm; None if it can't tell."""
-    if is_lazy(layer.weight) or is_lazy(layer.running_mean):
+    if _is_lazy(layer):
         return None
     kind = type(layer)
     if kind.forward in (_BatchNorm.forward, nn.SyncBatchNorm.forward):
@@ -93,9 +98,9 @@ def _parts(layer: Any) -> Optional[List[nn.Module]]:
     return None
 
 
-def _remedy(layer: Any) -> str:
+def _remedy(layer: nn.Module) -> str:
     """Says how a BatchNorm is replaced."""
-    if is_lazy(layer.weight) or is_lazy(layer.running_mean):
+    if _is_lazy(layer):
         return _LAZY
     return _REGISTER if _parts(layer) is None else _REPLACE
 

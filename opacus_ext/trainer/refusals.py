@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Callable, Mapping, NamedTuple, Optional
+from typing import Any, Callable, Mapping, NamedTuple, Optional, Sized
 
 from torch.utils.data import IterableDataset
 from transformers import Trainer, TrainingArguments
@@ -141,7 +141,7 @@ def refuse_data(dataset: Any) -> None:
         refuse_copies(dataset, "train_dataset")
 
 
-def given_delta(delta: Optional[float], dataset: Any) -> float:
+def given_delta(delta: Optional[float], dataset: Optional[Sized]) -> float:
     """Returns delta; where it is left out, the refusal offers one for the records."""
     if delta is not None:
         return delta
