@@ -28,8 +28,9 @@ NOTES = """
 - **A budget**: `PrivacyArguments` and `PrivacyCallback` take one of `target_epsilon`
   and `noise_multiplier`. How long a run is, `num_train_epochs` or `max_steps` of
   `TrainingArguments` say, and `max_epochs` or `max_steps` of Lightning's `Trainer`.
-- **delta** has no default where a model is trained: choose it well below one over the
-  number of records. `PrivateTrainer.get_epsilon()` and
+- **delta** has no default where a model is trained, since one made from the number of
+  records would tell of it: choose it well below one over that number. Without it
+  `PrivateTrainer` ends in an error that offers one. `PrivateTrainer.get_epsilon()` and
   `PrivacyCallback.get_epsilon()` take the target, `engine.privacy_statement()` that
   of `make_private_with_epsilon`.
 - **The accountant** "prv_bounds" gives an upper bound. "prv" is Opacus's name, history

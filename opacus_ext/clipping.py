@@ -147,12 +147,18 @@ def _refuse_bound(
             f"a list with one positive number for each of the {count}trained parameter "
             "tensors, in their order"
         )
+    remedy = "Give that: it sets the sensitivity, to which the noise is scaled."
+    if per_parameter and type(bound) in (int, float) and 0 < bound < math.inf:
+        remedy = (
+            "For the sensitivity of one bound give n = sum(p.requires_grad for p in "
+            f"model.parameters()) bounds: max_grad_norm=[{bound} / n**0.5] * n."
+        )
     several = isinstance(bound, (list, tuple))
     raise Refused(
         f'clipping="{name}" takes as max_grad_norm {takes}; got '
         f"{f'{len(bound)} of them: ' if several else ''}{bound}.",
         parameter="max_grad_norm",
-        remedy="Give that: it sets the sensitivity, to which the noise is scaled.",
+        remedy=remedy,
     )
 
 

@@ -30,6 +30,7 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
+from opacus_ext.accountants.solver import default_delta
 from opacus_ext.data.copies import refuse_copies
 from opacus_ext.optimizers.loop import LOOPS, plain
 from opacus_ext.refused import Refused, check_argument, check_number, warn_once
@@ -447,5 +448,5 @@ def check_delta(
             "delta",
             f"{name}={delta:g} is more than 1 / {records}, one over the number of "
             "records. Publishing a whole record would satisfy such a guarantee. Choose "
-            "a delta well below that.",
+            f"one well below that, such as {default_delta(records):g}.",
         )

@@ -43,12 +43,9 @@ from opacus_ext.statement import PrivacyStatement, privacy_statement
 
 
 def check_budget(
-    target_delta: Optional[float],
-    target_epsilon: Optional[float],
-    noise_multiplier: Optional[float],
+    target_epsilon: Optional[float], noise_multiplier: Optional[float]
 ) -> None:
-    """Refuses an impossible delta, epsilon or noise multiplier."""
-    check_number("target_delta", target_delta, below=1)
+    """Refuses an impossible epsilon or noise multiplier."""
     if (target_epsilon is None) == (noise_multiplier is None):
         raise Refused(
             "Give either target_epsilon or noise_multiplier; got "
@@ -142,7 +139,8 @@ class PrivateTraining:
         noise_multiplier: Optional[float],
         secure_mode: bool = False,
     ):
-        check_budget(target_delta, target_epsilon, noise_multiplier)
+        check_number("target_delta", target_delta, below=1)
+        check_budget(target_epsilon, noise_multiplier)
         with warnings.catch_warnings():
             # Of a secure mode that the user can't ask Opacus for here.
             warnings.filterwarnings("ignore", message="Secure RNG turned off")

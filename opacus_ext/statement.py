@@ -21,6 +21,7 @@ from opacus.accountants import create_accountant
 from opacus.accountants.accountant import IAccountant
 
 from opacus_ext.accountants import PRVBoundsAccountant
+from opacus_ext.accountants.solver import default_delta
 from opacus_ext.checkpoints import read
 from opacus_ext.ledger import BROKEN, LEDGER, Ledger, ledger_of, with_steps
 from opacus_ext.refused import Refused, check_number
@@ -265,7 +266,7 @@ def state(
     units = _several(unit)
     accountant, notes = _with_all_steps(accountant, ledger, unit)
     if delta is None:
-        known = f" ({records}): below {1 / records:.1g}" if records else ""
+        known = f" ({records}), such as {default_delta(records):g}" if records else ""
         raise Refused(
             "The delta of the guarantee is not known.",
             parameter="delta",

@@ -34,15 +34,28 @@ _TRACKS = f"keeps running statistics of the data, without noise. {_FIX}."
 _MIXES = "normalizes over the batch, so samples change each other's outputs."
 _KEEP = "call eval() on it, to keep its statistics."
 _REPLACE = f"{_FIX}, which has GroupNorm instead. Or {_KEEP}"
-_REGISTER = (
-    "ModuleValidator.fix can't replace it: it is lazy, or has a forward of its own. "
-    "Register what replaces it with opacus.validators.register_module_fixer, or "
-    f"{_KEEP}"
+_EVALUATED = "Model needs to be in training mode: call model.train() first."
+_LAZY = (
+    "ModuleValidator.fix can't replace it: it is lazy. Run the model on a batch first, "
+    f"which gives the layer its shape. {_FIX}"
 )
+_REGISTER = f"""\
+ModuleValidator.fix does not know what its own forward does. Say what replaces it \
+before the optimizer is made:
+
+    from opacus.validators import ModuleValidator, batch_norm, register_module_fixer
+
+    @register_module_fixer(type(model.get_submodule({{name!r}})))
+    def fixer(layer, **kwargs):
+        return batch_norm.fix(layer, **kwargs)  # and what {{kind}}.forward does besides
+
+    model = ModuleValidator.fix(model)
+
+Or {_KEEP}"""
 
 
 class _Complaint(NamedTuple):
-    """What is wrong with all layers of a class."""
+    """What is wrong with all layers of a class; the text has a field for a name."""
 
     error: Type[UnsupportedModuleError]
     kind: str
@@ -68,9 +81,14 @@ def _of_user(layer: nn.Module, table: Dict[type, Any]) -> Any:
     return None if found in _OF_OPACUS else found
 
 
+def _is_lazy(layer: nn.Module) -> bool:
+    """Whether a layer has no shapes yet."""
+    return any(map(is_lazy, [*layer.parameters(), *layer.buffers()]))
+
+
 def _parts(layer: Any) -> Optional[List[nn.Module]]:
     """Returns what a BatchNorm's forward does after the norm; None if it can't tell."""
-    if is_lazy(layer.weight) or is_lazy(layer.running_mean):
+    if _is_lazy(layer):
         return None
     kind = type(layer)
     if kind.forward in (_BatchNorm.forward, nn.SyncBatchNorm.forward):
@@ -78,6 +96,13 @@ def _parts(layer: Any) -> Optional[List[nn.Module]]:
     if kind.__name__ == "BatchNormAct2d" and {"drop", "act"} <= {*layer._modules}:
         return [layer.drop, layer.act]  # timm's, or a copy of it
     return None
+
+
+def _remedy(layer: nn.Module) -> str:
+    """Says how a BatchNorm is replaced."""
+    if _is_lazy(layer):
+        return _LAZY
+    return _REGISTER if _parts(layer) is None else _REPLACE
 
 
 def _complaint(layer: nn.Module) -> Optional[_Complaint]:
@@ -89,8 +114,7 @@ def _complaint(layer: nn.Module) -> Optional[_Complaint]:
         return None
     if not layer.training and layer.running_mean is not None:
         return None
-    remedy = _REPLACE if _parts(layer) is not None else _REGISTER
-    return _Complaint(ShouldReplaceModuleError, kind, f"{_MIXES} {remedy}")
+    return _Complaint(ShouldReplaceModuleError, kind, f"{_MIXES} {_remedy(layer)}")
 
 
 def _described(complaint: _Complaint, names: List[str]) -> UnsupportedModuleError:
@@ -98,7 +122,8 @@ def _described(complaint: _Complaint, names: List[str]) -> UnsupportedModuleErro
     layers = names[0] or "the model"
     if names[1:]:
         layers += f" and {len(names) - 1} more"
-    return complaint.error(f"{complaint.kind} ({layers}) {complaint.text}")
+    text = complaint.text.format(name=names[0], kind=complaint.kind)
+    return complaint.error(f"{complaint.kind} ({layers}) {text}")
 
 
 def _fixed(layer: nn.Module, **kwargs: Any) -> nn.Module:
@@ -134,9 +159,7 @@ def validate(
     """
     errors: List[UnsupportedModuleError] = []
     if not module.training:
-        errors.append(
-            IllegalModuleConfigurationError("Model needs to be in training mode")
-        )
+        errors.append(IllegalModuleConfigurationError(_EVALUATED))
     names: Dict[_Complaint, List[str]] = {}
     for name, layer in reversed(list(_layers(module))):
         check = _of_user(layer, ModuleValidator.VALIDATORS)

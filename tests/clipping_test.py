@@ -1,10 +1,13 @@
 """Clipping functions: each one in every mode, against the factors of its paper."""
 
+import re
+
 import pytest
 import torch
 from torch import nn
 
 from opacus_ext import Refused
+from opacus_ext.clipping import find_clipping
 from tests.common import (
     CRASHES,
     MODES,
@@ -134,3 +137,20 @@ def test_refused_before_anything_is_changed(mode, wrap, clipping, bound, words):
         make_private(model, mode, wrap, batch_size=4, **given)
     assert not isinstance(info.value, CRASHES), info.value
     assert _state(model) == before
+
+
+def test_the_bounds_of_an_error_work_when_pasted():
+    """And have the sensitivity of the one bound that was given."""
+    model = model_of()
+    with pytest.raises(Refused) as told:
+        find_clipping("per_layer").at(2.0)
+    count, bounds = re.search(
+        r"give (n = .*) bounds: (max_grad_norm=.*)\.$", told.value.remedy
+    ).groups()
+    names = {"model": model}
+    exec(f"{count}\nfound = dict({bounds})", names)
+    assert len(names["found"]["max_grad_norm"]) == 7
+    clipping = find_clipping("per_layer").at(names["found"]["max_grad_norm"])
+    assert clipping.sensitivity("add_or_remove_one") == pytest.approx(2.0)
+    given = dict(clipping="per_layer", batch_size=4, **names["found"])
+    assert make_private(model, "ghost_bk", **given)

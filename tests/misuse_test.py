@@ -178,7 +178,10 @@ ARGUMENTS = {
         r"2 of 4.*= torch.optim.SGD\(model.parameters\(\), lr=0.1\)",
     ),
     "frozen": ({"module": net().requires_grad_(False)}, "no trainable parameter"),
-    "evaluation mode": ({"module": net().eval()}, "training mode"),
+    "evaluation mode": (
+        {"module": net().eval()},
+        r"training mode: call model.train\(\)",
+    ),
     "stream": ({"data_loader": DataLoader(Stream(), SIZE)}, "Stream.*no length"),
     "no batches": ({"data_loader": loader(batch_size=None)}, "batch_size=None"),
     "no batch": (

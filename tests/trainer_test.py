@@ -9,6 +9,7 @@ import copy
 import inspect
 import json
 import os
+import re
 import shutil
 import unittest.mock
 
@@ -360,7 +361,7 @@ def test_a_model_of_several_processes_has_no_secure_mode(tmp_path, monkeypatch):
     [
         ({**SECURE, "privacy_seed": 3}, "privacy_seed=3 can't fix"),
         ({**SECURE, "repeat_noise": True}, "repeat_noise=True can't fix"),
-        ({"target_delta": None}, "target_delta must be a number"),
+        ({"target_delta": "x"}, "target_delta must be a number"),
         ({"target_epsilon": 1.0}, "either target_epsilon or noise_multiplier"),
         ({**BUDGET, "target_epsilon": 0.0}, "target_epsilon must be .*above zero"),
         ({"noise_multiplier": -1.0}, "noise_multiplier must be .*zero or more"),
@@ -388,6 +389,22 @@ def test_privacy_arguments_from_a_command_line():
     chosen |= {"privacy_seed": 3, "log_loss": False}
     assert parsed == PrivacyArguments(1e-5, 8.0, **chosen)
     assert args.seed == 7 and args.max_grad_norm == 1.0
+
+
+def test_a_delta_that_is_left_out_is_offered(tmp_path):
+    """By the argument and by the option, which train when pasted."""
+    data = texts()
+    parser = transformers.HfArgumentParser(PrivacyArguments)
+    given = ["--noise_multiplier", "1"]
+    (privacy,) = parser.parse_args_into_dataclasses(given)
+    with pytest.raises(Refused, match="target_delta is missing") as told:
+        trainer(tmp_path, data=data, privacy=privacy)
+    argument, option = re.findall(r"target_delta[= ]([\d.e-]+)", told.value.remedy)
+    assert 0 < float(argument) == float(option) < 1 / len(data)
+    (privacy,) = parser.parse_args_into_dataclasses([*given, "--target_delta", option])
+    trainer(tmp_path, data=data, privacy=privacy)
+    with pytest.raises(Refused, match="one over the number of records"):
+        PrivateTrainer(gpt2(), arguments(tmp_path), privacy=private(target_delta=None))
 
 
 class Images(nn.Module):

@@ -1,5 +1,7 @@
 """Norms that ModuleValidator finds and replaces beside Opacus's own types."""
 
+import textwrap
+
 import pytest
 import torch
 from opacus.validators import ModuleValidator, register_module_fixer
@@ -99,15 +101,33 @@ def test_what_can_not_be_replaced():
     model = nn.Sequential(images(Written(4)), nn.LazyBatchNorm1d(), nn.Dropout())
     model = ModuleValidator.fix(model)
     errors = [str(error) for error in ModuleValidator.validate(model)]
-    for error, name in zip(errors, ("Written (0.1)", "LazyBatchNorm1d (1)")):
-        assert error.startswith(name) and "register_module_fixer" in error
+    names = [("Written (0.1)", "register_module_fixer"), ("LazyBatchNorm1d (1)", "Run")]
+    for error, (name, words) in zip(errors, names):
+        assert error.startswith(name) and words in error
     with pytest.raises(UnsupportedModuleError, match="Written.*0.1"):
         make_private(model[:1], "ghost_bk", batch_size=3)
     model[0][1].eval()
     nn.init.uniform_(model[0][1].running_var)
     assert not ModuleValidator.validate(model[0])
     check("ghost_bk", True, model[0], X, square_loss)
-    assert "training mode" in str(ModuleValidator.validate(model.eval())[0])
+    assert "model.train()" in str(ModuleValidator.validate(model.eval())[0])
+
+
+@pytest.mark.parametrize("root", [True, False])
+def test_the_fixer_of_an_error_works_when_pasted(monkeypatch, root):
+    monkeypatch.setattr(ModuleValidator, "FIXERS", {**ModuleValidator.FIXERS})
+    model = Written(4) if root else images(Written(4)).float()
+    with pytest.raises(UnsupportedModuleError) as told:
+        ModuleValidator.validate(model, strict=True)
+    before, *lines, after = str(told.value).split("\n\n")
+    assert "Written" in before and "eval()" in after
+    names = {"model": model}
+    exec(textwrap.dedent("\n\n".join(lines)), names)
+    assert not ModuleValidator.validate(names["model"])
+    norms = [x for x in names["model"].modules() if isinstance(x, nn.GroupNorm)]
+    assert len(norms) == 1
+    if not root:
+        check("ghost_bk", True, names["model"].double(), X, square_loss)
 
 
 @pytest.mark.parametrize("norm", [Written, nn.BatchNorm2d])
@@ -133,7 +153,7 @@ def test_one_line_for_all_layers_of_a_class():
     model = nn.Sequential(*layers, nn.InstanceNorm2d(4, **TRACKS), Written(4))
     with pytest.raises(UnsupportedModuleError) as told:
         ModuleValidator.validate(model, strict=True)
-    lines = str(told.value).splitlines()
+    lines = str(told.value).splitlines()[:3]
     kinds = [line.split(" normalizes")[0].split(" keeps")[0] for line in lines]
     assert kinds == [
         "BatchNorm2d (0 and 19 more)",

@@ -39,6 +39,20 @@ def central_limit(mu: ArrayLike, sample_rate: ArrayLike, steps: ArrayLike) -> An
     return 1 / np.sqrt(np.log1p((np.divide(mu, sample_rate)) ** 2 / steps))
 
 
+def default_delta(records: float) -> float:
+    """
+    Returns 1 / records^1.1, rounded down to one digit.
+
+    Example:
+        >>> [default_delta(n) for n in (50_000, 1e6)]
+        [6e-06, 2e-07]
+    """
+    checked("records", records, at_least=1)
+    delta = min(records**-1.1, 0.1)
+    digit = 10.0 ** math.floor(math.log10(delta))
+    return float(f"{math.floor(delta / digit) * digit:.0e}")
+
+
 class NoiseSearch:
     """
     Finds the noise of one cell after another. A search starts at the central limit,

@@ -314,8 +314,8 @@ class LoopMonitor:
                 optimizer,
                 "eval",
                 "A step is taken while the model is in evaluation mode: gradients are "
-                "private, but dropout and the like are off. Call model.train() after "
-                "evaluation.",
+                "private, but dropout and the like are off. Call model.train() before "
+                "the steps, and again after each evaluation.",
             )
         size = sum(len(n) for n in norms if n is not None)
         if self.rate is not None:

@@ -6,26 +6,12 @@ import math
 from dataclasses import dataclass
 from typing import Optional, Tuple
 
-from opacus_ext.accountants.solver import checked
+from opacus_ext.accountants.solver import checked, default_delta
 from opacus_ext.refused import Refused
 
 Range = Optional[Tuple[float, float]]
 
 MOST_EPSILON = 100.0  # above, there is no privacy to plan for
-
-
-def default_delta(users: float) -> float:
-    """
-    Returns 1 / users^1.1, rounded down to one digit.
-
-    Example:
-        >>> [default_delta(users) for users in (50_000, 1e6)]
-        [6e-06, 2e-07]
-    """
-    checked("users", users, at_least=1)
-    delta = min(users**-1.1, 0.1)
-    digit = 10.0 ** math.floor(math.log10(delta))
-    return float(f"{math.floor(delta / digit) * digit:.0e}")
 
 
 class HopelessError(Refused):

@@ -26,7 +26,8 @@ class PrivacyArguments:
     The unit of privacy is one record of the training set.
 
     Attributes:
-        target_delta: delta of the guarantee, below one over the number of records
+        target_delta: delta of the guarantee, below one over the number of records. It
+            is needed: without it PrivateTrainer ends in an error that offers one
         target_epsilon: the most that all steps spend; the noise is chosen for it
         noise_multiplier: instead of ``target_epsilon``
         per_sample_max_grad_norm: the bound of each record's gradient; for
@@ -66,7 +67,9 @@ class PrivacyArguments:
         ('auto', 1.0)
     """
 
-    target_delta: float = field(metadata={"help": "delta of the guarantee"})
+    target_delta: Optional[float] = _field(
+        None, "needed: delta of the guarantee, below one over the number of records"
+    )
     target_epsilon: Optional[float] = _field(None, "the most that all steps spend")
     noise_multiplier: Optional[float] = _field(None, "instead of a target epsilon")
     per_sample_max_grad_norm: float = _field(
@@ -107,7 +110,9 @@ class PrivacyArguments:
         refuse(Run("PrivateTrainer", mode=mode, clipping=clipping, noise=noise))
         fixed = {"privacy_seed": self.privacy_seed, "repeat_noise": self.repeat_noise}
         check_random(self.secure_mode, **fixed)
-        check_budget(self.target_delta, self.target_epsilon, self.noise_multiplier)
+        if self.target_delta is not None:
+            check_number("target_delta", self.target_delta, below=1)
+        check_budget(self.target_epsilon, self.noise_multiplier)
         for name, choices in (
             ("clipping", (*CLIPPINGS, ADAPTIVE)),
             ("grad_sample_mode", MODES),

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, Callable, Mapping, NamedTuple
+from typing import Any, Callable, Mapping, NamedTuple, Optional, Sized
 
 from torch.utils.data import IterableDataset
 from transformers import Trainer, TrainingArguments
 
+from opacus_ext.accountants.solver import default_delta
 from opacus_ext.data.copies import refuse_copies
 from opacus_ext.refused import Refused
 from opacus_ext.trainer.sharded import refuse_config
@@ -138,6 +139,26 @@ def refuse_data(dataset: Any) -> None:
         )
     if dataset is not None:
         refuse_copies(dataset, "train_dataset")
+
+
+def given_delta(delta: Optional[float], dataset: Optional[Sized]) -> float:
+    """Returns delta; where it is left out, the refusal offers one for the records."""
+    if delta is not None:
+        return delta
+    remedy = "Give one below one over the number of records."
+    if dataset is not None:
+        records = len(dataset)
+        offered = f"{default_delta(records):g}"
+        remedy = (
+            f"Give PrivacyArguments(target_delta={offered}, ...), or --target_delta "
+            f"{offered} on a command line: 1 / N^1.1 for the {records} records of "
+            "train_dataset."
+        )
+    raise Refused(
+        "The guarantee needs a delta, and target_delta is missing.",
+        parameter="target_delta",
+        remedy=remedy,
+    )
 
 
 def refuse_order(cls: type, private: type) -> None:

@@ -57,6 +57,7 @@ from opacus_ext.trainer.checkpoint import (
     write_state,
 )
 from opacus_ext.trainer.refusals import (
+    given_delta,
     refuse_arguments,
     refuse_data,
     refuse_environment,
@@ -199,6 +200,7 @@ class PrivateTrainer(Trainer):
         super().__init__(*args, **kwargs)
         refuse_arguments(self.args)
         refuse_data(self.train_dataset)
+        delta = given_delta(privacy.target_delta, self.train_dataset)
         if isinstance(self.model, RecordModel):
             self.model_accepts_loss_kwargs = False
             with self._inner_model():
@@ -209,7 +211,7 @@ class PrivateTrainer(Trainer):
         self.privacy = privacy
         self._training = PrivateTraining(
             privacy.accountant,
-            privacy.target_delta,
+            delta,
             privacy.target_epsilon,
             privacy.noise_multiplier,
             privacy.secure_mode,
@@ -222,9 +224,8 @@ class PrivateTrainer(Trainer):
         self._drawn: List[int] = []  # records of the steps since the last log
         self.add_callback(_NoiseLog(self))
         if self.train_dataset is not None:
-            delta, data = privacy.target_delta, self.train_dataset
-            check_delta(self.engine, delta, data, "target_delta")
-            check_size(self.engine, self.logical_batch_size, len(data))
+            check_delta(self.engine, delta, self.train_dataset, "target_delta")
+            check_size(self.engine, self.logical_batch_size, len(self.train_dataset))
         self._shard()
 
     # -- a sharded model -----------------------------------------------------------
@@ -670,7 +671,7 @@ class PrivateTrainer(Trainer):
     def log(self, logs: Dict[str, float], start_time: Optional[float] = None) -> None:
         """Logs like ``Trainer``, with epsilon and delta."""
         if {"loss", "train_runtime", "noise_multiplier"} & logs.keys():
-            logs.update(epsilon=self.get_epsilon(), delta=self.privacy.target_delta)
+            logs.update(epsilon=self.get_epsilon(), delta=self._training.target_delta)
             is_read = self._training.hooks is not None and "max_steps" not in logs
             if is_read and self._monitor is not None:
                 logs.update(self._monitor.read())
