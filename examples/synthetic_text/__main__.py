@@ -22,9 +22,9 @@ STATEMENT = """{statement}
 
 ## The texts
 
-This model wrote {out}, {texts} texts for each label, and what is guaranteed for its
-weights is so for them. Not covered are the names of columns and labels ({labels}), and
-report.md, which is not to be published.
+This model wrote the {count} texts of {out}, and what is guaranteed for its weights is
+so for them. Not covered are the names of columns and labels ({labels}), and report.md,
+which is not to be published.
 """
 
 
@@ -116,10 +116,13 @@ def synthesize(args: argparse.Namespace) -> None:
             label = labels.get(row.label, row.label)
             line = {columns["text"]: row.text, columns["label"]: label}
             file.write(json.dumps(line, ensure_ascii=False) + "\n")
-    statement, words = trainer.privacy_statement(), {"labels": ", ".join(names)}
+    statement = trainer.privacy_statement()
     as_json.write_text(statement.json() + "\n", encoding="utf-8")
     text = STATEMENT.format(
-        statement=statement, out=out.name, texts=args.texts, **words
+        statement=statement,
+        count=len(synthetic),
+        out=out.name,
+        labels=", ".join(names),
     )
     as_text.write_text(text, encoding="utf-8")
     losses = writer.losses(canaries), writer.losses(writer.canaries(1000, "fresh"))

@@ -66,21 +66,24 @@ def refused(parameter: str, reason: str, remedy: str) -> Refused:
 
 def _lines(path: str) -> Iterator[Tuple[int, Dict[Any, Any]]]:
     """Numbers of lines, and their cells by the names of columns."""
-    kind, number = Path(path).suffix.lower(), 1
+    kind, number = Path(path).suffix.lower(), 0
     try:
         file = io.StringIO(Path(path).read_bytes().decode("utf-8-sig"), newline="")
         delimiter = "," if kind == ".csv" else "\t"
         reader = csv.DictReader(file, delimiter=delimiter, strict=True)
         for cells in reader if kind in (".csv", ".tsv") else ():
-            number = reader.line_num
             if None in cells or None in cells.values():
                 raise ValueError("more or fewer cells than columns")
+            number = reader.line_num
             yield number, cells
-        for number, line in enumerate(file, start=1):  # a table was read above
-            if line.strip():
-                yield number, dict(json.loads(line))
-    except (TypeError, ValueError, csv.Error) as error:
-        reason = f"{path} can't be read, at line {number}: {error}."
+        for number, line in enumerate(file):  # a table was read above
+            cells = json.loads(line) if line.strip() else {}
+            if not isinstance(cells, dict):
+                raise ValueError("no JSON object")
+            if cells:
+                yield number + 1, cells
+    except (ValueError, csv.Error) as error:
+        reason = f"{path} can't be read after line {number}: {error}."
         remedy = (
             "Save it in UTF-8 as .jsonl, a JSON object in each line, or as .csv or "
         )

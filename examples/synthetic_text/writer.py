@@ -98,7 +98,7 @@ class Writer:
             args=transformers.TrainingArguments(
                 output_dir=folder.name,
                 num_train_epochs=args.epochs,
-                per_device_train_batch_size=-(-batch_size // parts),
+                per_device_train_batch_size=batch_size // parts,
                 gradient_accumulation_steps=parts,
                 learning_rate=args.lr,
                 seed=args.seed,
@@ -135,7 +135,7 @@ class Writer:
         return losses
 
     def write(self, label: str) -> List[Row]:
-        """Texts. Empty ones are written anew, for ten times the work at most."""
+        """Texts. Empty ones are written anew, ten times on average at most."""
         args, prompt, texts = self.args, self.prompts[label], []
         for _ in range(10 * args.texts):
             size = min(args.texts - len(texts), args.physical_batch_size)
