@@ -15,15 +15,16 @@ import torch
 
 from examples.options import bounded_number, option
 from examples.synthetic_text.report import report
-from examples.synthetic_text.tables import is_held_out, read_table, refused
+from examples.synthetic_text.tables import is_held_out, read_table
 from examples.synthetic_text.writer import Writer
+from opacus_ext.refused import Refused
 
-STATEMENT = """{statement}
+STATEMENT = """{}
 
 ## The texts
 
-This model wrote the {count} texts of {out}, and what is guaranteed for its weights is
-so for them. Not covered are the names of columns and labels ({labels}), and report.md,
+This model wrote the {} texts of {}, and what is guaranteed for its weights is
+so for them. Not covered are the names of columns and labels ({}), and report.md,
 which is not to be published.
 """
 
@@ -75,21 +76,17 @@ def synthesize(args: argparse.Namespace) -> None:
     as_json, as_text, private = map(out.with_name, beside)
     if there := [path for path in (out, as_json, as_text, private) if path.exists()]:
         reason = f"{there[0]} is there already, and each run spends an epsilon."
-        raise refused("--out", reason, "Give a file in another folder.")
+        raise Refused(reason, remedy="Give a file in another folder.")
     rows, labels, columns = read_table(args.data, args.text, args.label, args.user)
     names = dict.fromkeys(labels, "")
     if args.labels:
         names = {x.partition("=")[0]: x.partition("=")[2] for x in args.labels}
     if other := labels.keys() - names.keys():
         reason = f"The table has rows of another label, {min(other)!r}."
-        raise refused("--labels", reason, "Add it to --labels, or leave its rows out.")
+        raise Refused(reason, remedy="Add it to --labels, or leave its rows out.")
     if len(labels) > 50 and not args.labels:
         reason = f"The column {columns['label']!r} has {len(labels)} different values."
-        raise refused(
-            "--labels",
-            reason,
-            "Give all of them by --labels, or another column by --label.",
-        )
+        raise Refused(reason, remedy="Give all by --labels, or another --label.")
     unit = f"all texts of one {args.user!r}" if args.user else "one text"
     print(
         f"{args.data}: {len(rows)} texts in the column {columns['text']!r}.\n"
@@ -100,7 +97,7 @@ def synthesize(args: argparse.Namespace) -> None:
     training = [row for row in rows if not is_held_out(row, args.seed, args.held_out)]
     if not training:
         reason = f"All {len(rows)} rows would be held out."
-        raise refused("--held-out", reason, "Give a smaller --held-out.")
+        raise Refused(reason, remedy="Give a smaller --held-out.")
     torch.manual_seed(args.seed)
     writer = Writer(args, names)
     canaries = writer.canaries(args.canaries, "trained on")
@@ -118,18 +115,15 @@ def synthesize(args: argparse.Namespace) -> None:
             file.write(json.dumps(line, ensure_ascii=False) + "\n")
     statement = trainer.privacy_statement()
     as_json.write_text(statement.json() + "\n", encoding="utf-8")
-    text = STATEMENT.format(
-        statement=statement,
-        count=len(synthetic),
-        out=out.name,
-        labels=", ".join(names),
-    )
+    count, public = len(synthetic), ", ".join(names)
+    text = STATEMENT.format(statement, count, out.name, public)
     as_text.write_text(text, encoding="utf-8")
-    losses = writer.losses(canaries), writer.losses(writer.canaries(1000, "fresh"))
+    fresh = writer.canaries(1000 if canaries else 0, "fresh")
+    losses = writer.losses(canaries), writer.losses(fresh)
     text = report(training, held_out, synthetic, *losses)
     private.write_text(text, encoding="utf-8")
     print(statement.text.splitlines()[2])
-    print(f"{out}: {len(synthetic)} texts, which {as_text.name} goes with.")
+    print(f"{out}: {count} texts, which {as_text.name} goes with.")
     print(f"{private}: NOT private, for the owner of {args.data} only.")
 
 

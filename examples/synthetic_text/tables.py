@@ -40,12 +40,12 @@ def read_table(
         for what, cell in row.items():
             if cell is None or not str(cell).strip():
                 reason = f"{path}, line {number}: {columns[what]!r} is empty."
-                raise refused("--data", reason, "Fill it in, or leave the row out.")
+                raise Refused(reason, remedy="Fill it in, or leave the row out.")
         labels[str(row["label"])] = row["label"]
         rows.append(Row(str(row["text"]), str(row["label"]), row.get("user")))
     if len(labels) < 2:
         reason = f"{path}: {len(rows)} rows with {len(labels)} label(s)."
-        raise refused("--data", reason, "Give texts of two labels or more.")
+        raise Refused(reason, remedy="Give texts of two labels or more.")
     return rows, {name: labels[name] for name in sorted(labels)}, columns
 
 
@@ -57,11 +57,6 @@ def is_held_out(row: Row, seed: int, share: float) -> bool:
     unit = row.text if row.user is None else row.user
     digest = hashlib.sha256(f"{seed} {unit}".encode(errors="replace")).digest()
     return int.from_bytes(digest[:6], "big") < share * 256**6
-
-
-def refused(parameter: str, reason: str, remedy: str) -> Refused:
-    """The error, for ``raise``."""
-    return Refused(reason, parameter=parameter, remedy=remedy)
 
 
 def _lines(path: str) -> Iterator[Tuple[int, Dict[Any, Any]]]:
@@ -88,7 +83,7 @@ def _lines(path: str) -> Iterator[Tuple[int, Dict[Any, Any]]]:
             "Save it in UTF-8 as .jsonl, a JSON object in each line, or as .csv or "
         )
         remedy += '.tsv, with texts in quotes and "" for a quote in a text.'
-        raise refused("--data", reason, remedy) from error
+        raise Refused(reason, remedy=remedy) from error
 
 
 def _columns(
@@ -103,6 +98,6 @@ def _columns(
         if len(fitting) != 1:
             reason = f"{path} has the columns {', '.join(names)}: "
             reason += f"which has the {what}" + (f", if not {name!r}?" if name else "?")
-            raise refused(f"--{what}", reason, f"Name it: --{what} COLUMN.")
+            raise Refused(reason, remedy=f"Name it: --{what} COLUMN.")
         columns[what] = fitting[0]
     return columns

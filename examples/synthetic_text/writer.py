@@ -10,10 +10,11 @@ import transformers
 from peft import LoraConfig, get_peft_model
 from torch.nn import functional as F
 
-from examples.synthetic_text.tables import Row, refused
+from examples.synthetic_text.tables import Row
 from opacus_ext.data import UserRecords
 from opacus_ext.losses import cross_entropy
 from opacus_ext.planner.budget import default_delta
+from opacus_ext.refused import Refused
 from opacus_ext.trainer import PrivacyArguments, PrivateTrainer
 
 Record = Dict[str, Any]
@@ -29,12 +30,11 @@ class Writer:
     def __init__(self, args: argparse.Namespace, labels: Dict[str, str]):
         self.args = args
         self.tokenizer = transformers.AutoTokenizer.from_pretrained(args.model)
-        self.model = transformers.AutoModelForCausalLM.from_pretrained(
-            args.model, dtype=torch.float32
-        )
+        load = transformers.AutoModelForCausalLM.from_pretrained
+        self.model = load(args.model, dtype=torch.float32)
         if self.tokenizer.eos_token is None:
             reason = f"The tokenizer of {args.model} has no eos_token."
-            raise refused("--model", reason, "Set the one that ends its texts.")
+            raise Refused(reason, remedy="Set the one that ends its texts.")
         if self.tokenizer.pad_token is None:
             self.tokenizer.pad_token = self.tokenizer.eos_token
         self.tokenizer.padding_side = "right"
@@ -44,14 +44,16 @@ class Writer:
         self.prompts = {label: begin + ids for label, ids in zip(labels, encoded)}
         if len({tuple(ids) for ids in encoded}) < len(labels):
             reason = f"To the tokenizer of {args.model} two prompts are the same."
-            remedy = "Give names that it knows, --labels LABEL=NAME ..., and have "
-            raise refused("--labels", reason, remedy + "{label} in --prompt.")
+            remedy = (
+                "Name labels in its words (--labels 0=bad 1=good) in each --prompt."
+            )
+            raise Refused(reason, remedy=remedy)
         # Padding to a multiple of 8 stays below the model's positions.
         positions = getattr(self.model.config, "max_position_embeddings", 1 << 20)
         self.max_tokens = min(args.max_tokens, positions // 8 * 8)
         if max(map(len, self.prompts.values())) >= self.max_tokens:
             reason = f"Of {self.max_tokens} tokens, a prompt leaves none to the text."
-            raise refused("--max-tokens", reason, "Give more, or a shorter --prompt.")
+            raise Refused(reason, remedy="Give more, or a shorter --prompt.")
         if args.lora_rank:
             kinds = {type(module).__name__ for module in self.model.modules()}
             lora = LoraConfig(
@@ -79,12 +81,11 @@ class Writer:
         """Records of ten random tokens, each of a user of its own."""
         rng, special = random.Random(seed), set(self.tokenizer.all_special_ids)
         tokens = [i for i in range(len(self.tokenizer)) if i not in special]
-        return [
-            self.record(
-                rng.choice(list(self.prompts)), rng.choices(tokens, k=10), ("canary", i)
-            )
-            for i in range(count)
-        ]
+        canaries = []
+        for number in range(count):
+            label, ids = rng.choice(list(self.prompts)), rng.choices(tokens, k=10)
+            canaries.append(self.record(label, ids, ("canary", number)))
+        return canaries
 
     def train(self, records: List[Record]) -> PrivateTrainer:
         """Tunes the model on records, or on their users."""
@@ -92,6 +93,9 @@ class Writer:
         data: Any = UserRecords(records, "user") if args.user else records
         batch_size = min(args.batch_size, len(data))
         parts = -(-batch_size // args.physical_batch_size)
+        collate = transformers.DataCollatorForSeq2Seq(
+            self.tokenizer, pad_to_multiple_of=8
+        )
         folder = tempfile.TemporaryDirectory()
         trainer = PrivateTrainer(
             model=self.model,
@@ -103,14 +107,11 @@ class Writer:
                 learning_rate=args.lr,
                 seed=args.seed,
                 save_strategy="no",
-                logging_strategy="no",
                 report_to="none",
                 dataloader_pin_memory=False,
             ),
             train_dataset=data,
-            data_collator=transformers.DataCollatorForSeq2Seq(
-                self.tokenizer, pad_to_multiple_of=8
-            ),
+            data_collator=collate,
             processing_class=self.tokenizer,
             privacy=PrivacyArguments(
                 target_epsilon=args.epsilon,
