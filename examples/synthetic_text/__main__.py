@@ -31,7 +31,11 @@ which is not to be published.
 
 def parse_args(argv: Optional[List[str]] = None) -> argparse.Namespace:
     """The command line, or a list such as ``["--epsilon", "5"]``."""
-    parser = argparse.ArgumentParser("python -m examples.synthetic_text")
+    parser = argparse.ArgumentParser(
+        "python -m examples.synthetic_text",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     add = functools.partial(option, parser)
     positive, count = bounded_number(float, 1e-12), bounded_number(int, 1)
     some, share = bounded_number(int, 0), bounded_number(float, 0, 1)
@@ -43,14 +47,15 @@ def parse_args(argv: Optional[List[str]] = None) -> argparse.Namespace:
         "--delta",
         None,
         bounded_number(float, 1e-300, 0.5),
-        "of it (default: 1 / records^1.1, rounded down)",
+        "of it (default: 1 / records^1.1)",
     )
     add("--text", None, str, "column of texts (default: one of a usual name)")
     add("--label", None, str, "column of labels (default: one of a usual name)")
     add("--user", None, str, "column of users: one record is then all texts of a user")
     text = "all labels, and their names in prompts (default: those of the table)"
     add("--labels", None, str, text, nargs="+", metavar="LABEL[=NAME]")
-    add("--prompt", "{label}\n", str, "template; {label} stands for the name")
+    text = "template; {label} stands for the name (default: the name, in a line)"
+    parser.add_argument("--prompt", default="{label}\n", help=text)
     add("--texts", 100, count, "to write for each label")
     add("--temperature", 1.0, positive, "of sampling")
     add("--top-p", 0.95, bounded_number(float, 1e-6, 1), "of sampling")
@@ -87,7 +92,7 @@ def synthesize(args: argparse.Namespace) -> None:
     if len(labels) > 50 and not args.labels:
         reason = f"The column {columns['label']!r} has {len(labels)} different values."
         raise Refused(reason, remedy="Give all by --labels, or another --label.")
-    unit = f"all texts of one {args.user!r}" if args.user else "one text"
+    unit = f"all texts of one {args.user!r}" if args.user else "one text (see --user)"
     print(
         f"{args.data}: {len(rows)} texts in the column {columns['text']!r}.\n"
         f"Taken as public: the labels in {columns['label']!r} ({', '.join(names)}).\n"

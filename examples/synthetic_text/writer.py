@@ -137,7 +137,8 @@ class Writer:
 
     def write(self, label: str) -> List[Row]:
         """Texts. Empty ones are written anew, ten times on average at most."""
-        args, prompt, texts = self.args, self.prompts[label], []
+        args, prompt = self.args, self.prompts[label]
+        texts: List[str] = []
         for _ in range(10 * args.texts):
             size = min(args.texts - len(texts), args.physical_batch_size)
             if size == 0:
