@@ -1,0 +1,1 @@
+"""Private texts in, synthetic texts out: ``python -m examples.synthetic_text``."""
