@@ -16,6 +16,20 @@ def _is_on(value: Any, args: Any) -> bool:
     return not (value is None or value is False or value in ("", "no", [], {}))
 
 
+# DPOTrainer's losses of one pair; "aot" sorts those of a batch.
+_OF_A_PAIR = (
+    "sigmoid hinge ipo exo_pair nca_pair robust bco_pair sppo_hard apo_zero apo_down "
+    "discopop sft sigmoid_norm"
+).split()
+
+
+def _is_by_record(loss_type: Any) -> bool:
+    """Whether SFTTrainer's or DPOTrainer's loss, or losses, are of one record."""
+    if isinstance(loss_type, list):
+        return all(name in _OF_A_PAIR for name in loss_type)
+    return loss_type in (None, "nll")
+
+
 class Argument(NamedTuple):
     """
     An argument that is refused for some values.
@@ -89,8 +103,8 @@ ARGUMENTS = (
     Argument(
         "loss_type",
         "is not computed record by record",
-        'Use SFTTrainer with loss_type="nll".',
-        lambda value, args: value not in (None, "nll"),
+        'Use loss_type="nll" with SFTTrainer, "sigmoid" with DPOTrainer.',
+        lambda value, args: not _is_by_record(value),
     ),
 )
 

@@ -56,6 +56,13 @@ from opacus_ext.trainer.checkpoint import (
     write_spent,
     write_state,
 )
+from opacus_ext.trainer.pairs import (
+    TRAINERS,
+    pair_loss,
+    refuse_images,
+    split_pairs,
+    with_reference,
+)
 from opacus_ext.trainer.refusals import (
     refuse_arguments,
     refuse_data,
@@ -199,6 +206,8 @@ class PrivateTrainer(Trainer):
         super().__init__(*args, **kwargs)
         refuse_arguments(self.args)
         refuse_data(self.train_dataset)
+        if self._loss_owner() in TRAINERS:
+            refuse_images(self)
         if isinstance(self.model, RecordModel):
             self.model_accepts_loss_kwargs = False
             with self._inner_model():
@@ -428,6 +437,9 @@ class PrivateTrainer(Trainer):
             inputs = dict(self._prepare_inputs(batch.inputs))
             names = {*(self.privacy.shared or ())} & {*inputs}
             shared = {name: inputs.pop(name) for name in names}
+            if self._loss_owner() in TRAINERS:
+                inputs = split_pairs(inputs, batch.records or 1)
+                inputs = with_reference(self, model, inputs, batch.records or 1)
             samples, size = self._samples(inputs, batch.records or 1)
             if size != (batch.records or 1):
                 raise Refused(
@@ -468,12 +480,19 @@ class PrivateTrainer(Trainer):
                 "return a tensor with a row for each record.",
             ) from error
 
+    def _loss_owner(self) -> str:
+        """Returns the name of the class that defines ``compute_loss``."""
+        owner = next(c for c in type(self).__mro__ if "compute_loss" in vars(c))
+        return f"{owner.__module__}.{owner.__qualname__}"
+
     def _record_loss(self, model: nn.Module, record: Dict[str, Any]) -> torch.Tensor:
         """Returns the loss of a record, a batch of one, with what all records share."""
-        owner = next(c for c in type(self).__mro__ if "compute_loss" in vars(c))
-        # SFTTrainer's method computes numbers of the batch as well.
-        if f"{owner.__module__}.{owner.__qualname__}" not in _STOCK:
+        owner = self._loss_owner()
+        if owner in TRAINERS:
+            loss = pair_loss(self, model, record)
+        elif owner not in _STOCK:
             loss = self.compute_loss(model, record)
+        # SFTTrainer's method computes numbers of the batch as well.
         elif self.compute_loss_func is None and self.label_smoother is None:
             loss = sample_loss(model, record)
         else:
