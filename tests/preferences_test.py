@@ -1,130 +1,155 @@
-"""TRL's DPOTrainer and RewardTrainer with privacy, where a pair is one record.
+"""Preferences without TRL: a pair is a record of two sequences.
 
-The oracle is TRL's own compute_loss of each pair alone, collated alone, its gradient
-clipped: for several steps, in float64.
+The oracle is the loss of each pair alone, not padded, its gradient clipped: for
+several steps, in float64.
 """
-
-import os
 
 import pytest
 import torch
 import transformers
+from torch.nn import functional as F
 
+from opacus_ext import clipped_grads
+from opacus_ext.data import RecordCollator
 from opacus_ext.data.logical import derive_seed
-from opacus_ext.refused import Refused
+from opacus_ext.losses import RecordModel, cross_entropy
 from opacus_ext.trainer import PrivateTrainer
 
 from . import tiny
 from .common import assert_same
 from .training import SHORT, distance, drawn, private, tokenizer, train_alone, weights
 
-trl = pytest.importorskip("trl")
-datasets = pytest.importorskip("datasets")
-peft = pytest.importorskip("peft")
-
-pytestmark = pytest.mark.filterwarnings("ignore")
-V, BOUND, RATE, RECORDS = tiny.V, 0.3, 0.5, 12
+BOUND, RATE, RECORDS, STEPS = 0.3, 0.5, 12, 3
 
 
-class PrivateDPO(PrivateTrainer, trl.DPOTrainer):
-    pass
+def log_probs(model, inputs):
+    """Log-probabilities ``[N]`` of the labels of rows ``[N, T]``."""
+    labels = F.pad(inputs["labels"], (0, 1), value=-100)[:, 1:]
+    asked = {name: inputs[name] for name in ("input_ids", "attention_mask")}
+    return -cross_entropy(model(**asked).logits, labels, reduction="sum")
 
 
-class PrivateReward(PrivateTrainer, trl.RewardTrainer):
-    pass
+def prefer(scores, scale=1.0):
+    return -F.logsigmoid(scale * (scores[:, 0] - scores[:, 1])).mean()
 
 
-@pytest.fixture(scope="module")
-def path(tmp_path_factory):
-    """A Llama, saved."""
-    os.environ["CI"] = "1"  # TRL reports who uses it
-    transformers.logging.disable_progress_bar()
-    datasets.disable_progress_bars()
-    path = tmp_path_factory.mktemp("model")
-    tiny.build("causal-lm", "llama", "LlamaForCausalLM").save_pretrained(path)
-    return str(path)
+class PrivateDPO(PrivateTrainer):
+    def compute_loss(self, model, inputs, return_outputs=False, **kwargs):
+        rows = {name: x.flatten(0, 1) for name, x in inputs.items()}
+        gains = log_probs(model, rows) - rows["reference"]
+        return prefer(gains.view(-1, 2))
 
 
-def words(generator, most=7):
-    count = int(torch.randint(1, most, (), generator=generator))
-    ids = torch.randint(0, V - 3, (count,), generator=generator)
-    return " ".join(f"w{i}" for i in ids.tolist())
+def prefer_outputs(outputs, labels, num_items_in_batch=None):
+    return prefer(outputs.logits.squeeze(-1))
+
+
+def language_model(factor=1.0):
+    model = tiny.build("causal-lm", "llama", "LlamaForCausalLM").double()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(factor)
+    return model
+
+
+def reward_model():
+    config = language_model().config
+    config.num_labels, config.pad_token_id = 1, tiny.V - 1
+    torch.manual_seed(4)
+    return transformers.LlamaForSequenceClassification(config).double()
 
 
 def pairs():
     """Pairs of different lengths; both texts of the last one are the same."""
     generator = torch.Generator().manual_seed(1)
-    names = "prompt", "chosen", "rejected"
-    rows = [{name: words(generator) for name in names} for _ in range(RECORDS)]
-    rows[-1]["rejected"] = rows[-1]["chosen"]
-    rows = [{**row, "prompt": row["prompt"] + " "} for row in rows]
-    return datasets.Dataset.from_list(rows)
+    reference = language_model(0.7).eval()
+
+    def ids():
+        count = int(torch.randint(1, 7, (), generator=generator))
+        return torch.randint(0, tiny.V - 3, (count,), generator=generator)
+
+    def text(prompt, answer):
+        row = {"input_ids": torch.cat([prompt, answer])}
+        row["attention_mask"] = torch.ones_like(row["input_ids"])
+        row["labels"] = F.pad(answer, (len(prompt), 0), value=-100)
+        alone = {name: x[None] for name, x in row.items()}
+        with torch.no_grad():
+            row["reference"] = log_probs(reference, alone)[0].item()
+        return {name: getattr(x, "tolist", lambda x=x: x)() for name, x in row.items()}
+
+    made = []
+    for i in range(RECORDS):
+        prompt, chosen, rejected = ids(), ids(), ids()
+        last = chosen if i == RECORDS - 1 else rejected
+        made.append([text(prompt, chosen), text(prompt, last)])
+    return made
 
 
-def reference(path):
-    """The model with other weights: a policy that differs from it from the start."""
-    model = transformers.AutoModelForCausalLM.from_pretrained(path).double()
-    with torch.no_grad():
-        for p in model.parameters():
-            p.mul_(0.7)
-    return model
+def collator():
+    words = tokenizer("unk", "eos", "pad")
+    return RecordCollator(transformers.DataCollatorForSeq2Seq(words))
 
 
-def dpo(cls, path, out, privacy=None, lora=False, **chosen):
-    settings = {**SHORT, "max_steps": 3, "learning_rate": RATE, "logging_steps": 1}
-    settings |= {"lr_scheduler_type": "constant", "bf16": False, "beta": 0.5}
-    model = transformers.AutoModelForCausalLM.from_pretrained(path).double()
-    given = {} if privacy is None else {"privacy": privacy}
-    if lora:
-        torch.manual_seed(3)
-        given["peft_config"] = peft.LoraConfig(
-            r=2, target_modules=["q_proj", "up_proj"], init_lora_weights=False
-        )
-    else:
-        given["ref_model"] = reference(path)
-    return cls(
-        model,
-        args=trl.DPOConfig(str(out), **settings | chosen),
-        train_dataset=pairs(),
-        processing_class=tokenizer("pad", "unk", "eos"),
-        **given,
+def dpo(out, privacy, records):
+    run = PrivateDPO(
+        language_model(),
+        arguments(out),
+        train_dataset=records,
+        data_collator=collator(),
+        privacy=privacy,
     )
-
-
-def reward(cls, path, out, privacy=None, lora=False, **chosen):
-    settings = {**SHORT, "max_steps": 3, "learning_rate": RATE, "logging_steps": 1}
-    settings |= {"lr_scheduler_type": "constant", "bf16": False}
-    torch.manual_seed(4)
-    model = transformers.AutoModelForSequenceClassification.from_pretrained(
-        path, num_labels=1
-    )
-    return cls(
-        model.double(),
-        args=trl.RewardConfig(str(out), **settings | chosen),
-        train_dataset=pairs(),
-        processing_class=tokenizer("pad", "unk", "eos"),
-        **({} if privacy is None else {"privacy": privacy}),
-    )
-
-
-def check(make, classes, path, tmp_path, mode="ghost_bk", tolerance=1e-8, **chosen):
-    """Compares a private run without noise with clipped gradients of pairs alone."""
-    settings = {"noise_multiplier": 0.0, "per_sample_max_grad_norm": BOUND}
-    privacy = private(grad_sample_mode=mode, **settings)
-    run = make(classes[0], path, tmp_path, privacy, **chosen)
-    stock = make(classes[1], path, tmp_path, **chosen)
-    model, size = stock.model.train(), run.sampling.expected_batch_size
-    before, seed = weights(model), derive_seed(privacy.privacy_seed, 0)
-    assert_same(weights(run.model), before, 0)
-    trained = [p for p in model.parameters() if p.requires_grad]
 
     def loss_of(model, i):
-        return stock.compute_loss(model, stock.data_collator([stock.train_dataset[i]]))
+        scores = []
+        for text in records[i]:
+            rows = {name: torch.tensor([x]) for name, x in text.items()}
+            scores.append(log_probs(model, rows) - rows["reference"])
+        return prefer(torch.stack(scores, 1))
 
+    return run, loss_of
+
+
+def reward(out, privacy, records):
+    records = [
+        [{n: x[n] for n in ("input_ids", "attention_mask", "labels")} for x in pair]
+        for pair in records
+    ]
+    run = PrivateTrainer(
+        RecordModel(reward_model()),
+        arguments(out),
+        train_dataset=records,
+        data_collator=collator(),
+        compute_loss_func=prefer_outputs,
+        privacy=privacy,
+    )
+
+    def loss_of(model, i):
+        ids = [torch.tensor([x["input_ids"]]) for x in records[i]]
+        scores = [model.model(input_ids=x).logits[:, 0] for x in ids]
+        return prefer(torch.stack(scores, 1))
+
+    return run, loss_of
+
+
+def arguments(out):
+    chosen = {**SHORT, "max_steps": STEPS, "learning_rate": RATE}
+    chosen |= {"lr_scheduler_type": "constant"}
+    return transformers.TrainingArguments(str(out), **chosen)
+
+
+@pytest.mark.parametrize("mode", ["hooks", "ghost_bk"])
+@pytest.mark.parametrize("make", [dpo, reward])
+def test_steps_are_sums_of_clipped_gradients_of_pairs(make, mode, tmp_path, recwarn):
+    settings = {"noise_multiplier": 0.0, "per_sample_max_grad_norm": BOUND}
+    privacy, records = private(grad_sample_mode=mode, **settings), pairs()
+    run, loss_of = make(tmp_path, privacy, records)
+    model, _ = make(tmp_path, privacy, records)
+    model, size = model.model.train(), run.sampling.expected_batch_size
+    before, seed = weights(model), derive_seed(privacy.privacy_seed, 0)
     clipped = train_alone(
         model,
-        torch.optim.SGD(trained, lr=RATE),
-        [drawn(seed, step, RECORDS, size) for step in range(3)],
+        torch.optim.SGD(model.parameters(), lr=RATE),
+        [drawn(seed, step, RECORDS, size) for step in range(STEPS)],
         loss_of,
         size,
         BOUND,
@@ -132,25 +157,18 @@ def check(make, classes, path, tmp_path, mode="ghost_bk", tolerance=1e-8, **chos
     run.train()
     assert clipped > 0
     assert distance(before, weights(model)) > 1e-3
-    assert_same(weights(run.model), weights(model), tolerance)
-    return run
+    assert_same(weights(run.model), weights(model), 1e-8)
+    assert not [w for w in recwarn if "one sample after the other" in str(w.message)]
 
 
-DPO, REWARD = (PrivateDPO, trl.DPOTrainer), (PrivateReward, trl.RewardTrainer)
+def test_a_loop_of_ones_own_and_a_pair_of_equal_texts():
+    model, batch = language_model(), collator()(pairs())
+    batch["reference"] = batch["reference"].double()
 
+    def loss(pair):
+        rows = {name: x[0] for name, x in pair.items()}
+        return prefer((log_probs(model, rows) - rows["reference"])[None])
 
-@pytest.mark.parametrize("mode", ["hooks", "ghost", "ghost_bk", "scan", "auto"])
-@pytest.mark.parametrize("make, classes", [(dpo, DPO), (reward, REWARD)])
-def test_modes(make, classes, mode, path, tmp_path):
-    check(make, classes, path, tmp_path, mode)
-
-
-LOSSES = [
-    "sigmoid hinge ipo nca_pair robust bco_pair sppo_hard apo_zero apo_down discopop",
-    "sft sigmoid_norm",
-]
-
-
-@pytest.mark.parametrize("name", " ".join(LOSSES).split())
-def test_losses(name, path, tmp_path):
-    check(dpo, DPO, path, tmp_path, loss_type=name)
+    params = dict(model.named_parameters())
+    norms = clipped_grads(loss, params, batch, BOUND).norms
+    assert norms[-1] < 1e-12 < norms[:-1].min()
