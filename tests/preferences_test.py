@@ -4,6 +4,9 @@ The oracle is the loss of each pair alone, not padded, its gradient clipped: for
 several steps, in float64.
 """
 
+from collections import defaultdict
+from types import SimpleNamespace
+
 import pytest
 import torch
 import transformers
@@ -14,6 +17,7 @@ from opacus_ext.data import RecordCollator
 from opacus_ext.data.logical import derive_seed
 from opacus_ext.losses import RecordModel, cross_entropy
 from opacus_ext.trainer import PrivateTrainer
+from opacus_ext.trainer.pairs import pair_loss, split_pairs
 
 from . import tiny
 from .common import assert_same
@@ -172,3 +176,41 @@ def test_a_loop_of_ones_own_and_a_pair_of_equal_texts():
     params = dict(model.named_parameters())
     norms = clipped_grads(loss, params, batch, BOUND).norms
     assert norms[-1] < 1e-12 < norms[:-1].min()
+
+
+def stand_in(log_loss):
+    """What the loss of a pair needs of TRL's trainers."""
+    made = SimpleNamespace(
+        accelerator=SimpleNamespace(gather=None, device="cpu"),
+        _metrics={"train": defaultdict(list)},
+        _total_train_tokens=0,
+        privacy=SimpleNamespace(log_loss=log_loss),
+    )
+
+    def compute_loss(model, rows):
+        chosen, rejected = rows["input_ids"].chunk(2)
+        margin = made.accelerator.gather(chosen - rejected).sum() + rows["margin"]
+        made._metrics["train"]["margins"].append(margin.item())
+        made._metrics["train"]["num_tokens"] = [chosen.numel()]
+        made._total_train_tokens += chosen.numel()
+        return margin
+
+    made.compute_loss = compute_loss
+    return made
+
+
+@pytest.mark.parametrize("log_loss", [True, False])
+def test_loss_of_a_pair_keeps_what_is_logged(log_loss):
+    """Chosen rows stand before rejected ones; no process is waited for."""
+    trainer = stand_in(log_loss)
+    accelerator, metrics = trainer.accelerator, trainer._metrics
+    inputs = {"input_ids": torch.arange(12).view(6, 2) ** 2, "margin": torch.arange(3)}
+    split = split_pairs(inputs, 3)
+    assert split["input_ids"].shape == (3, 2, 2)
+    for i in range(3):
+        alone = {name: x[i : i + 1] for name, x in split.items()}
+        chosen, rejected = inputs["input_ids"][[i, i + 3]].sum(1)
+        assert pair_loss(trainer, None, alone) == chosen - rejected + i
+    assert (trainer.accelerator, trainer._metrics) == (accelerator, metrics)
+    assert len(metrics["train"]["margins"]) == 3 * log_loss
+    assert "num_tokens" not in metrics["train"] and not trainer._total_train_tokens

@@ -8,6 +8,7 @@ import inspect
 import os
 import re
 
+import accelerate
 import pytest
 import torch
 import transformers
@@ -210,6 +211,7 @@ def test_arguments_of_rewards(chosen, path, tmp_path):
         ({"use_liger_kernel": True}, "use_liger_kernel"),
         ({"activation_offloading": True}, "activation_offloading"),
         ({"padding_free": True}, "padding_free"),
+        ({"fsdp": True}, "PrivateDPO would gather a sharded model for each pair"),
     ],
     ids=str,
 )
@@ -248,6 +250,20 @@ def test_the_reference_is_frozen_and_has_no_dropout(path, tmp_path):
     assert not run.ref_model.training
     count = sum(p.numel() for p in run.model.parameters())
     assert count == sum(p.numel() for p in run.model.parameters() if p.requires_grad)
+
+
+def test_processes_wait_for_nobody_in_a_loss(path, tmp_path, monkeypatch):
+    """Processes have different numbers of pairs, so a gather would never end."""
+
+    def gather(self, *args):
+        raise AssertionError("a loss gathers")
+
+    run = reward(PrivateReward, path, tmp_path, private(log_loss=False), max_steps=1)
+    other = dpo(PrivateDPO, path, tmp_path, private(log_loss=False), max_steps=1)
+    for name in ("gather", "gather_for_metrics"):
+        monkeypatch.setattr(accelerate.Accelerator, name, gather)
+    run.train()
+    other.train()
 
 
 def test_bfloat16(path, tmp_path):

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import Any, Dict, Iterator
 
 import torch
+from torch.distributed.fsdp import FSDPModule
 
 from opacus_ext.refused import Refused
 
@@ -100,11 +101,19 @@ def _keeping_nothing(trainer: Any) -> Iterator[None]:
         metrics["train"].pop("num_tokens", None)
 
 
-def refuse_images(trainer: Any) -> None:
-    """Refuses pairs with images, whose collator does not make two rows of a pair."""
+def refuse_pairs(trainer: Any) -> None:
+    """Refuses images, and models that are sharded, before anything is changed."""
     if getattr(trainer, "_is_vision_dataset", False):
         raise Refused(
             "The collator of pairs with images does not make two rows of each pair.",
             parameter="train_dataset",
             remedy="Train on pairs of texts.",
+        )
+    if trainer.args.fsdp or isinstance(trainer.model, FSDPModule):
+        raise Refused(
+            f"{type(trainer).__name__} would gather a sharded model for each pair, "
+            "and processes have different numbers of pairs.",
+            parameter="fsdp",
+            remedy="Train data parallel, with LoRA if memory is short, or compute the "
+            "loss in a PrivateTrainer of your own, see docs/how-to/preferences.md.",
         )

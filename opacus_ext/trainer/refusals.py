@@ -106,6 +106,10 @@ ARGUMENTS = (
         'Use loss_type="nll" with SFTTrainer, "sigmoid" with DPOTrainer.',
         lambda value, args: not _is_by_record(value),
     ),
+    Argument(
+        "sync_ref_model",
+        "moves the reference while it trains, and no checkpoint has it",
+    ),
 )
 
 # Trainer's own methods that are not public and are relied on here.

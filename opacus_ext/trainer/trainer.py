@@ -59,7 +59,7 @@ from opacus_ext.trainer.checkpoint import (
 from opacus_ext.trainer.pairs import (
     TRAINERS,
     pair_loss,
-    refuse_images,
+    refuse_pairs,
     split_pairs,
     with_reference,
 )
@@ -138,7 +138,7 @@ class PrivateTrainer(Trainer):
     The loss of a record is what ``compute_loss`` gives for it alone, as a batch of one
     (:func:`opacus_ext.clipped_grads`). If you override it, it must keep nothing of the
     record. ``class Private(PrivateTrainer, Other)`` makes another Trainer private;
-    among TRL's, SFTTrainer is supported. A model in a
+    among TRL's, SFTTrainer, DPOTrainer and RewardTrainer are. A model in a
     :class:`~opacus_ext.losses.RecordModel` is saved without that wrapper.
 
     What weights have spent is saved beside them, in privacy.json, and
@@ -207,7 +207,7 @@ class PrivateTrainer(Trainer):
         refuse_arguments(self.args)
         refuse_data(self.train_dataset)
         if self._loss_owner() in TRAINERS:
-            refuse_images(self)
+            refuse_pairs(self)
         if isinstance(self.model, RecordModel):
             self.model_accepts_loss_kwargs = False
             with self._inner_model():
