@@ -16,8 +16,9 @@ from opacus_ext import clipped_grads
 from opacus_ext.data import RecordCollator
 from opacus_ext.data.logical import derive_seed
 from opacus_ext.losses import RecordModel, cross_entropy
+from opacus_ext.refused import Refused
 from opacus_ext.trainer import PrivateTrainer
-from opacus_ext.trainer.pairs import pair_loss, split_pairs
+from opacus_ext.trainer.pairs import pair_loss, refuse_pairs, split_pairs
 
 from . import tiny
 from .common import assert_same
@@ -214,3 +215,15 @@ def test_loss_of_a_pair_keeps_what_is_logged(log_loss):
     assert (trainer.accelerator, trainer._metrics) == (accelerator, metrics)
     assert len(metrics["train"]["margins"]) == 3 * log_loss
     assert "num_tokens" not in metrics["train"] and not trainer._total_train_tokens
+
+
+@pytest.mark.parametrize(
+    "fsdp, images, match",
+    [(True, False, "gather a sharded model"), (None, True, "pairs with images")],
+)
+def test_pairs_that_are_refused(fsdp, images, match):
+    trainer = stand_in(True)
+    trainer.args, trainer.model = SimpleNamespace(fsdp=fsdp), None
+    trainer._is_vision_dataset = images
+    with pytest.raises(Refused, match=match):
+        refuse_pairs(trainer)

@@ -211,7 +211,6 @@ def test_arguments_of_rewards(chosen, path, tmp_path):
         ({"use_liger_kernel": True}, "use_liger_kernel"),
         ({"activation_offloading": True}, "activation_offloading"),
         ({"padding_free": True}, "padding_free"),
-        ({"fsdp": True}, "PrivateDPO would gather a sharded model for each pair"),
     ],
     ids=str,
 )

@@ -34,7 +34,7 @@ class _Alone:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._accelerator, name)
 
-    def gather(self, value: Any) -> Any:
+    def gather(self, value: T) -> T:
         return value
 
     gather_for_metrics = gather
@@ -43,12 +43,11 @@ class _Alone:
 def split_pairs(inputs: Dict[str, Any], pairs: int) -> Dict[str, Any]:
     """Makes ``[B, 2, ...]`` of rows ``[2 B, ...]``: B chosen ones, then B rejected."""
 
-    def split(x: Any) -> Any:
-        if not isinstance(x, T) or x.shape[:1] != (2 * pairs,):
-            return x
-        return x.unflatten(0, (2, pairs)).transpose(0, 1)
-
-    return {name: split(x) for name, x in inputs.items()}
+    rows = {
+        n: x for n, x in inputs.items() if getattr(x, "shape", ())[:1] == (2 * pairs,)
+    }
+    split = {n: x.unflatten(0, (2, pairs)).transpose(0, 1) for n, x in rows.items()}
+    return {**inputs, **split}
 
 
 def with_reference(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Callable, Mapping, NamedTuple
+from typing import Any, Callable, List, Mapping, NamedTuple, Union
 
 from torch.utils.data import IterableDataset
 from transformers import Trainer, TrainingArguments
@@ -23,7 +23,7 @@ _OF_A_PAIR = (
 ).split()
 
 
-def _is_by_record(loss_type: Any) -> bool:
+def _is_by_record(loss_type: Union[None, str, List[str]]) -> bool:
     """Whether SFTTrainer's or DPOTrainer's loss, or losses, are of one record."""
     if isinstance(loss_type, list):
         return all(name in _OF_A_PAIR for name in loss_type)
