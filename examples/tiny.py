@@ -49,6 +49,16 @@ def questions(count: int, seed: int = 0) -> List[Dict[str, Any]]:
     return found
 
 
+def preferences(count: int, seed: int = 0) -> List[Dict[str, Any]]:
+    """Records with a "prompt", the "chosen" answer and the "rejected" one."""
+    rng, found = random.Random(seed), []
+    for row in questions(count, seed):
+        wrong = f"it is a {rng.choice(NOUNS)} ."
+        pair = {"chosen": row["completion"], "rejected": wrong}
+        found.append({"prompt": row["prompt"], **pair})
+    return found
+
+
 def pretrained(folder: str, kind: str = "llama") -> str:
     """
     Saves a model and its tokenizer.

@@ -52,7 +52,7 @@ THOROUGH = (
 )
 LONG = ("tutorials_test.py", "moe_families_test.py", "gpu_benchmark_test.py")
 # Of other libraries' ways to train, which "make test-examples" installs.
-EXAMPLES = ("examples_test.py", "trl_test.py", "vision_test.py")
+EXAMPLES = ("examples_test.py", "trl_pairs_test.py", "trl_test.py", "vision_test.py")
 collect_ignore = [] if find_spec("trl") else list(EXAMPLES)
 
 

@@ -11,7 +11,6 @@ import torch
 import transformers
 
 from opacus_ext.data.logical import derive_seed
-from opacus_ext.refused import Refused
 from opacus_ext.trainer import PrivateTrainer
 
 from . import tiny
@@ -94,13 +93,3 @@ def test_steps_are_sums_of_clipped_gradients_of_records(mode, path, tmp_path):
     assert clipped > 0
     assert_same(weights(run.model), weights(model), 1e-4)
     assert distance(before, weights(model)) > 1e-3
-
-
-def test_trainers_of_pairs_are_refused(path, tmp_path):
-    private_dpo = type("PrivateDPO", (PrivateTrainer, trl.DPOTrainer), {})
-    with pytest.raises(Refused, match="loss_type.*not computed record by record"):
-        private_dpo(
-            str(path),
-            args=trl.DPOConfig(str(tmp_path), **SHORT, bf16=False),
-            privacy=private(),
-        )

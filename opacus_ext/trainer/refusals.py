@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Callable, Mapping, NamedTuple, Optional, Sized
+from typing import Any, Callable, List, Mapping, NamedTuple, Optional, Sized, Union
 
 from torch.utils.data import IterableDataset
 from transformers import Trainer, TrainingArguments
@@ -15,6 +15,20 @@ from opacus_ext.trainer.sharded import refuse_config
 
 def _is_on(value: Any, args: Any) -> bool:
     return not (value is None or value is False or value in ("", "no", [], {}))
+
+
+# DPOTrainer's losses of one pair; "aot" sorts those of a batch.
+_OF_A_PAIR = (
+    "sigmoid hinge ipo exo_pair nca_pair robust bco_pair sppo_hard apo_zero apo_down "
+    "discopop sft sigmoid_norm"
+).split()
+
+
+def _is_by_record(loss_type: Union[None, str, List[str]]) -> bool:
+    """Whether SFTTrainer's or DPOTrainer's loss, or losses, are of one record."""
+    if isinstance(loss_type, list):
+        return all(name in _OF_A_PAIR for name in loss_type)
+    return loss_type in (None, "nll")
 
 
 class Argument(NamedTuple):
@@ -90,8 +104,12 @@ ARGUMENTS = (
     Argument(
         "loss_type",
         "is not computed record by record",
-        'Use SFTTrainer with loss_type="nll".',
-        lambda value, args: value not in (None, "nll"),
+        'Use loss_type="nll" with SFTTrainer, "sigmoid" with DPOTrainer.',
+        lambda value, args: not _is_by_record(value),
+    ),
+    Argument(
+        "sync_ref_model",
+        "moves the reference while it trains, and no checkpoint has it",
     ),
 )
 

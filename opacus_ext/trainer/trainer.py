@@ -56,6 +56,13 @@ from opacus_ext.trainer.checkpoint import (
     write_spent,
     write_state,
 )
+from opacus_ext.trainer.pairs import (
+    TRAINERS,
+    pair_loss,
+    refuse_pairs,
+    split_pairs,
+    with_reference,
+)
 from opacus_ext.trainer.refusals import (
     given_delta,
     refuse_arguments,
@@ -132,7 +139,7 @@ class PrivateTrainer(Trainer):
     The loss of a record is what ``compute_loss`` gives for it alone, as a batch of one
     (:func:`opacus_ext.clipped_grads`). If you override it, it must keep nothing of the
     record. ``class Private(PrivateTrainer, Other)`` makes another Trainer private;
-    among TRL's, SFTTrainer is supported. A model in a
+    among TRL's, SFTTrainer, DPOTrainer and RewardTrainer are. A model in a
     :class:`~opacus_ext.losses.RecordModel` is saved without that wrapper.
 
     What weights have spent is saved beside them, in privacy.json, and
@@ -201,6 +208,8 @@ class PrivateTrainer(Trainer):
         refuse_arguments(self.args)
         refuse_data(self.train_dataset)
         delta = given_delta(privacy.target_delta, self.train_dataset)
+        if self._loss_owner() in TRAINERS:
+            refuse_pairs(self)
         if isinstance(self.model, RecordModel):
             self.model_accepts_loss_kwargs = False
             with self._inner_model():
@@ -430,6 +439,9 @@ class PrivateTrainer(Trainer):
             inputs = dict(self._prepare_inputs(batch.inputs))
             names = {*(self.privacy.shared or ())} & {*inputs}
             shared = {name: inputs.pop(name) for name in names}
+            if self._loss_owner() in TRAINERS:
+                inputs = split_pairs(inputs, batch.records or 1)
+                inputs = with_reference(self, model, inputs, batch.records or 1)
             samples, size = self._samples(inputs, batch.records or 1)
             if size != (batch.records or 1):
                 raise Refused(
@@ -470,12 +482,19 @@ class PrivateTrainer(Trainer):
                 "return a tensor with a row for each record.",
             ) from error
 
+    def _loss_owner(self) -> str:
+        """Returns the name of the class that defines ``compute_loss``."""
+        owner = next(c for c in type(self).__mro__ if "compute_loss" in vars(c))
+        return f"{owner.__module__}.{owner.__qualname__}"
+
     def _record_loss(self, model: nn.Module, record: Dict[str, Any]) -> torch.Tensor:
         """Returns the loss of a record, a batch of one, with what all records share."""
-        owner = next(c for c in type(self).__mro__ if "compute_loss" in vars(c))
-        # SFTTrainer's method computes numbers of the batch as well.
-        if f"{owner.__module__}.{owner.__qualname__}" not in _STOCK:
+        owner = self._loss_owner()
+        if owner in TRAINERS:
+            loss = pair_loss(self, model, record)
+        elif owner not in _STOCK:
             loss = self.compute_loss(model, record)
+        # SFTTrainer's method computes numbers of the batch as well.
         elif self.compute_loss_func is None and self.label_smoother is None:
             loss = sample_loss(model, record)
         else:
