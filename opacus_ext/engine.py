@@ -741,8 +741,9 @@ def _count(
         # In the place of the hook for Poisson sampling.
         optimizer.step_hook = sampling.hook(engine.accountant, records)
     if divisor is not None:
-        processes = 1 if place is None else place[1]
-        optimizer.expected_batch_size = divisor / processes  # of one process
+        optimizer.expected_batch_size = divisor
+        if place is not None:  # of one process
+            optimizer.expected_batch_size /= place[1]
     if correlated is not None:
         optimizer.correlated = correlated
         loader.batch_sampler.taken = lambda: correlated.taken

@@ -84,9 +84,9 @@ class Poisson:
 
     def divisor(self, records: int) -> float:
         """Returns the expected batch size, which divides the sum of gradients."""
-        if self.expected_batch_size is not None:
-            return self.expected_batch_size
-        size = self.rate(records) * records
+        size = self.expected_batch_size
+        if size is None:
+            size = self.rate(records) * records
         return round(size) if abs(size - round(size)) < 1e-9 * size else size
 
     def check(self, records: int) -> None:
