@@ -30,8 +30,10 @@ def apply(patch, place, *options):
 
 
 def test_numbers():
-    names = [path.name[:3] for path in PATCHES]
-    assert names == [f"{i:02}-" for i in range(1, len(PATCHES) + 1)] != []
+    texts = sorted(UPSTREAM.glob("[0-9]*.md"))  # a design has no patch
+    names = [path.name[:3] for path in texts]
+    assert names == [f"{i:02}-" for i in range(1, len(texts) + 1)] != []
+    assert {path.stem for path in PATCHES} <= {path.stem for path in texts}
 
 
 @each
