@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 
 from opacus_ext.data.choice import public_batches, public_sampling
 from opacus_ext.data.copies import refuse_copies
+from opacus_ext.data.draws import count_records
 from opacus_ext.data.logical import PhysicalBatch, logical_loader
 from opacus_ext.data.sampling import Poisson, Sampling
 from opacus_ext.engine import INDEPENDENT
@@ -304,16 +305,18 @@ class PrivacyCallback(Callback):
 
     def _sampling(self, loader: DataLoader) -> Sampling:
         """Returns how batches are drawn, in as many steps as the loader has batches."""
-        records, sampling = len(loader.dataset), self.sampling
-        if self.public_records is not None:
-            if sampling is not None:  # which is refused
-                return public_sampling(sampling, loader, self.public_records)
-            return public_batches(self.public_records, loader.batch_size)
+        records, sampling = count_records(loader.dataset), self.sampling
+        if sampling is not None and self.public_records is not None:  # is refused
+            return public_sampling(sampling, loader, self.public_records)
         if sampling is not None and sampling.is_public:
             return replace(sampling, steps=sampling.steps_per_epoch(records))
+        if sampling is not None:
+            return replace(sampling, steps=len(loader))
+        assert loader.batch_size is not None
+        if self.public_records is not None:
+            return public_batches(self.public_records, loader.batch_size)
         size = min(loader.batch_size, records)
-        sampling = sampling or Poisson(expected_batch_size=size)
-        return replace(sampling, steps=len(loader))
+        return Poisson(expected_batch_size=size, steps=len(loader))
 
     def _basis(self, trainer: Any) -> Basis:
         """Returns what the privacy of the run depends on."""

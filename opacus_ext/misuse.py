@@ -31,6 +31,7 @@ from torch.utils.data import (
 )
 
 from opacus_ext.data.copies import refuse_copies
+from opacus_ext.data.sampling import Sampling
 from opacus_ext.optimizers.loop import LOOPS, plain
 from opacus_ext.refused import Refused, check_argument, check_number, warn_once
 
@@ -312,7 +313,7 @@ class _Process:
 PROCESS = _Process()
 
 
-def tell_of_records(sampling: Any) -> None:
+def tell_of_records(sampling: Sampling | None) -> None:
     """Warns once in a process that the number of records counts as public."""
     if sampling is not None and sampling.is_public:
         return

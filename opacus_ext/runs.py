@@ -65,12 +65,13 @@ def add_run(
     if divisor is not None and described["scheme"] != "none":
         described["expected_batch_size"] = divisor
     private = False
+    shown: Optional[int] = records
     if sampling is not None and sampling.is_public:
         public = sampling.public_records
         # Only a number other than the true one can be known not to come from it.
         rate, size = sampling.sample_rate, sampling.expected_batch_size
         private = (public or round(size / rate)) != records
-        records = public
+        shown = public
     run = {
         "grad_sample_mode": grad_sample_mode,
         "clipping": getattr(clipping, "name", clipping),
@@ -79,7 +80,7 @@ def add_run(
             getattr(optimizer, "sensitivity", math.hypot(*(bounds or [max_grad_norm])))
         ),
         "noise_multiplier": float(optimizer.noise_multiplier),
-        "records": records,
+        "records": shown,
         "records_are_private": private,
         "unit": unit_of(loader.dataset),
         "sampling": described,
