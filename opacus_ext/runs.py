@@ -70,6 +70,7 @@ def add_run(
         public = sampling.public_records
         # Only a number other than the true one can be known not to come from it.
         rate, size = sampling.sample_rate, sampling.expected_batch_size
+        assert size is not None and rate is not None
         private = (public or round(size / rate)) != records
         shown = public
     run = {
