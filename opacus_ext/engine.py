@@ -50,6 +50,7 @@ from opacus_ext.budget import banded, noise_of_run
 from opacus_ext.data.choice import (
     check_drawn,
     check_sampling,
+    chosen_sampling,
     cyclic,
     loader_of,
     stock_sampling,
@@ -81,6 +82,7 @@ MadeWithCriterion = Tuple[Any, ClippingOptimizer, Callable[..., Any], DataLoader
 WithCriterion = Literal["ghost", "ghost_bk", "scan", "auto"]
 WithoutCriterion = Literal["hooks", "functorch", "ew"]
 
+_DIVISOR = "expected_batch_size"
 INDEPENDENT = "independent"  # noise of each step
 
 # Opacus's own methods. registry.py puts those of the class below in their place, so
@@ -173,6 +175,8 @@ class PrivacyEngine(opacus.PrivacyEngine):
         take: Optional[Callable[[Any, int], Any]] = None,
         shared: Sequence[str] = (),
         on_nonfinite: str = "drop",
+        expected_batch_size: Optional[float] = None,
+        public_records: Optional[int] = None,
         **kwargs: Any,
     ) -> Any:
         """
@@ -203,6 +207,11 @@ class PrivacyEngine(opacus.PrivacyEngine):
                 first dim may be the batch size
             on_nonfinite: how a sample is treated whose gradient is not finite: "drop"
                 (it counts as zero, with a warning) or "raise"
+            expected_batch_size: divides the sum of gradients of a batch of all
+                processes; by default it is computed from the number of records
+            public_records: a number of records that does not depend on the data. Batch
+                size, sampling rate and steps come from it, so that epsilon is for one
+                record added or removed. If the true number is public, give that one
             kwargs: arguments of "adaptive" clipping, see
                 :class:`~opacus_ext.optimizers.adaptive.AdaptiveBound`
 
@@ -244,6 +253,8 @@ class PrivacyEngine(opacus.PrivacyEngine):
         refuse_unfit(module, is_new, optimizer, grad_sample_mode, clipping)
         correlated = _correlated(noise)
         place = _place_of(module)
+        divisor = expected_batch_size
+        sampling = chosen_sampling(sampling, data_loader, public_records, divisor)
         chosen = sampling, correlated, module, data_loader
         sampling = _sampling(self, *chosen, **given)
         loader = data_loader
@@ -260,10 +271,12 @@ class PrivacyEngine(opacus.PrivacyEngine):
             if is_new:
                 common.set_options(module, take, shared, on_nonfinite)
             _attach(module, made, by_hand, on_nonfinite)
-            _count(self, made, sampling, correlated, place, **given)
+            _count(self, made, sampling, correlated, place, divisor, **given)
             watch_steps(self, module, made)
         if mode is not None:
             misuse.tell_of_samplers(self, module, grad_sample_mode)
+        if poisson_sampling:
+            misuse.tell_of_records(sampling)
         return made
 
     @overload
@@ -328,6 +341,9 @@ class PrivacyEngine(opacus.PrivacyEngine):
         misuse.check_delta(self, target_delta, loader.dataset, "target_delta")
         budget: Any = dict(epsilon=target_epsilon, delta=target_delta, epochs=epochs)
         records = len(loader.dataset)
+        if kwargs.get("public_records") is not None:
+            numbers = kwargs.pop("public_records"), kwargs.pop(_DIVISOR, None)
+            sampling = chosen_sampling(sampling, loader, *numbers)
         if sampling is not None:
             check_sampling(sampling, kwargs.get("poisson_sampling", True))
         if noise == "banded":
@@ -739,6 +755,7 @@ def _count(
     sampling: Optional[Sampling],
     correlated: Optional[BandedNoise],
     place: Optional[Tuple[int, int]],
+    divisor: Optional[float],
     **given: Any,
 ) -> None:
     """Lets each step be counted, and keeps the settings for statements."""
@@ -747,16 +764,18 @@ def _count(
         count_whole(optimizer, engine.accountant)
     else:
         records = count_records(loader.dataset)
-        optimizer.expected_batch_size = sampling.divisor(records)
-        if place is not None:  # of one process
-            optimizer.expected_batch_size /= place[1]
+        divisor = divisor or sampling.divisor(records)
         # In the place of the hook for Poisson sampling.
         optimizer.step_hook = sampling.hook(engine.accountant, records)
+    if divisor is not None:
+        optimizer.expected_batch_size = divisor
+        if place is not None:  # of one process
+            optimizer.expected_batch_size /= place[1]
     if correlated is not None:
         optimizer.correlated = correlated
         loader.batch_sampler.taken = lambda: correlated.taken
     bands = 1 if correlated is None else correlated.bands
-    optimizer.run = add_run(engine, sampling, made, bands, **given)
+    optimizer.run = add_run(engine, sampling, made, bands, divisor, **given)
     groups = optimizer.param_groups
     note_trained(engine, (p for group in groups for p in group["params"]))
     if hasattr(optimizer, "spent"):  # not one of Opacus's own

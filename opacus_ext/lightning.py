@@ -19,7 +19,9 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 
+from opacus_ext.data.choice import public_batches, public_sampling
 from opacus_ext.data.copies import refuse_copies
+from opacus_ext.data.draws import count_records
 from opacus_ext.data.logical import PhysicalBatch, logical_loader
 from opacus_ext.data.sampling import Poisson, Sampling
 from opacus_ext.engine import INDEPENDENT
@@ -93,6 +95,8 @@ class PrivacyCallback(Callback):
         repeat_noise: see :class:`~opacus_ext.trainer.PrivacyArguments`; dropout is not
             repeated, as Lightning does not keep its random state
         secure_mode: see :class:`~opacus_ext.trainer.PrivacyArguments`
+        public_records: a number of records that does not depend on the data, from which
+            sampling rate and steps come: see ``make_private``
         kwargs: of ``make_private``, such as ``clipping``
 
     Raises:
@@ -128,6 +132,7 @@ class PrivacyCallback(Callback):
         seed: Optional[int] = None,
         repeat_noise: bool = False,
         secure_mode: bool = False,
+        public_records: Optional[int] = None,
         **kwargs: Any,
     ):
         noise = "secure" if secure_mode else INDEPENDENT
@@ -149,6 +154,7 @@ class PrivacyCallback(Callback):
         self.criterion, self.module = criterion, module
         self.max_physical_batch_size = max_physical_batch_size
         self.sampling, self.repeat_noise = sampling, repeat_noise
+        self.public_records = public_records
         self._kwargs = dict(
             kwargs, max_grad_norm=max_grad_norm, grad_sample_mode=grad_sample_mode
         )
@@ -249,11 +255,7 @@ class PrivacyCallback(Callback):
         loader, module = source.dataloader(), pl_module.get_submodule(self.module)
         strategy, plain = trainer.strategy, trainer.optimizers
         _refuse_data(loader, plain)
-        size, steps = len(loader.dataset), len(loader)
-        sampling = replace(
-            self.sampling or Poisson(expected_batch_size=min(loader.batch_size, size)),
-            steps=steps,
-        )
+        size, sampling = len(loader.dataset), self._sampling(loader)
         sampling.check(size)
         self._config = {
             "records": size,
@@ -264,7 +266,7 @@ class PrivacyCallback(Callback):
             **{name: str(value) for name, value in self._kwargs.items()},
         }
         if training.target_epsilon is not None:
-            self._config["max_steps"] = _count_steps(trainer)
+            self._config["max_steps"] = _count_steps(trainer, sampling, size)
         self._undo.append(training.end)
         if trainer.ckpt_path:
             self._restore(trainer.ckpt_path)
@@ -300,6 +302,21 @@ class PrivacyCallback(Callback):
         for owner in filter(None, (pl_module, trainer.datamodule)):
             for name in _TRANSFERS:
                 self._set(owner, name, _by_physical_batch(getattr(owner, name)))
+
+    def _sampling(self, loader: DataLoader) -> Sampling:
+        """Returns how batches are drawn, in as many steps as the loader has batches."""
+        records, sampling = count_records(loader.dataset), self.sampling
+        if sampling is not None and self.public_records is not None:  # is refused
+            return public_sampling(sampling, loader, self.public_records)
+        if sampling is not None and sampling.is_public:
+            return replace(sampling, steps=sampling.steps_per_epoch(records))
+        if sampling is not None:
+            return replace(sampling, steps=len(loader))
+        assert loader.batch_size is not None
+        if self.public_records is not None:
+            return public_batches(self.public_records, loader.batch_size)
+        size = min(loader.batch_size, records)
+        return Poisson(expected_batch_size=size, steps=len(loader))
 
     def _basis(self, trainer: Any) -> Basis:
         """Returns what the privacy of the run depends on."""
@@ -468,8 +485,18 @@ class PrivacyCallback(Callback):
             self._undo.append(lambda: vars(place).pop(name))
 
 
-def _count_steps(trainer: Any) -> int:
+def _count_steps(trainer: Any, sampling: Sampling, records: int) -> int:
+    """Returns the number of steps that the Trainer will take."""
     steps = trainer.estimated_stepping_batches
+    if sampling.is_public and trainer.max_epochs not in (None, -1):
+        # Lightning has counted the batches of the user's loader.
+        limit = trainer.limit_train_batches
+        batches = sampling.steps_per_epoch(records)
+        share = isinstance(limit, float)
+        batches = int(batches * limit) if share else min(batches, limit)
+        steps = batches * trainer.max_epochs
+        if trainer.max_steps != -1:
+            steps = min(steps, trainer.max_steps)
     if not 0 < steps < math.inf:
         raise Refused(
             "target_epsilon needs to know how many steps there will be.",

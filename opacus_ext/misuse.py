@@ -32,6 +32,7 @@ from torch.utils.data import (
 
 from opacus_ext.accountants.solver import default_delta
 from opacus_ext.data.copies import refuse_copies
+from opacus_ext.data.sampling import Sampling
 from opacus_ext.optimizers.loop import LOOPS, plain
 from opacus_ext.refused import Refused, check_argument, check_number, warn_once
 
@@ -65,6 +66,8 @@ class Arguments(NeededArguments, total=False):
     take: Callable[[Any, int], Any] | None
     shared: Sequence[str]
     on_nonfinite: str
+    expected_batch_size: float | None
+    public_records: int | None
     # Of accountants.
     alphas: Any
     poisson: bool
@@ -302,6 +305,26 @@ def _check_prepared(optimizer: Any) -> None:
 
 
 # -- the model -------------------------------------------------------------------------
+
+
+class _Process:
+    """Was told what each process is told once."""
+
+
+PROCESS = _Process()
+
+
+def tell_of_records(sampling: Sampling | None) -> None:
+    """Warns once in a process that the number of records counts as public."""
+    if sampling is not None and sampling.is_public:
+        return
+    warn_once(
+        PROCESS,
+        "records",
+        "Epsilon takes the number of records as public: batch size and sampling rate "
+        "come from it. If it is, say public_records=len(dataset); if it is not, "
+        "give a number that you know without the data, as public_records=60_000.",
+    )
 
 
 def tell_of_samplers(engine: PrivacyEngine, module: nn.Module, mode: str) -> None:

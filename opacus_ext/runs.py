@@ -37,6 +37,7 @@ def add_run(
     sampling: Optional[Sampling],
     made: Any,
     bands: int,
+    divisor: Optional[float] = None,
     *,
     clipping: Any = "flat",
     max_grad_norm: Any = None,
@@ -51,6 +52,7 @@ def add_run(
         sampling: how batches are drawn; None: by Opacus's loader
         made: returned by ``make_private``
         bands: of correlated noise; 1 for independent noise
+        divisor: of the sum of gradients, if it is known; by default Opacus's
         clipping: an argument of ``make_private``, as all that follow
     """
     optimizer, loader = made[1], made[-1]
@@ -60,6 +62,17 @@ def add_run(
         described = sampling.describe(records)
     else:
         described = _describe_stock(loader, poisson_sampling, records)
+    if divisor is not None and described["scheme"] != "none":
+        described["expected_batch_size"] = divisor
+    private = False
+    shown: Optional[int] = records
+    if sampling is not None and sampling.is_public:
+        public = sampling.public_records
+        # Only a number other than the true one can be known not to come from it.
+        rate, size = sampling.sample_rate, sampling.expected_batch_size
+        assert size is not None and rate is not None
+        private = (public or round(size / rate)) != records
+        shown = public
     run = {
         "grad_sample_mode": grad_sample_mode,
         "clipping": "adaptive" if adaptive else getattr(clipping, "name", clipping),
@@ -68,7 +81,8 @@ def add_run(
             getattr(optimizer, "sensitivity", math.hypot(*(bounds or [max_grad_norm])))
         ),
         "noise_multiplier": float(optimizer.noise_multiplier),
-        "records": records,
+        "records": shown,
+        "records_are_private": private,
         "unit": unit_of(loader.dataset),
         "sampling": described,
         "bands": bands,

@@ -44,6 +44,10 @@ _OTHERS = {
 }
 _NEIGHBORS = {
     "add or remove one": "two data sets, of which one has one {unit} more",
+    "replace one by nothing": (
+        "two data sets of as many {units}, in one of which one {unit}'s content is "
+        "replaced by nothing; the number of {units} counts as public"
+    ),
     "leave one out in its place": (
         "two data sets, of which one lacks one {unit}; all others keep their places"
     ),
@@ -53,8 +57,7 @@ _NOT_COVERED = (
     "which run to publish. Each run that was tried has spent its own epsilon.",
     "Losses, metrics and norms that were shown or logged. They are computed on private "
     "data, without noise.",
-    "What was taken as public: a pretrained model, a tokenizer, normalization, and the "
-    "number of {units}.",
+    "What was taken as public: a pretrained model, a tokenizer, normalization{count}.",
     "A person who is in the data as several {units}: one {unit} is protected.",
 )
 _ADDITION = (
@@ -291,6 +294,7 @@ def state(
         )
     bands = sorted({run.get("bands", 1) for run in runs} - {1})
     drawn = [rate < 1 for _, rate, _ in accountant.history]
+    private = bool(runs) and all(run.get("records_are_private") for run in runs)
     holds, more = _conditions(runs, bands, drawn, unit)
     if mixed:
         holds, more = "no", [*mixed, *more]
@@ -300,7 +304,8 @@ def state(
     texts = [*_NOT_COVERED, *(_SECURE if secure else _INSECURE)]
     if any(rate < 1 for _, rate, _ in accountant.history):
         texts.append(_ADDITION)
-    not_covered = [text.format(unit=unit, units=units) for text in texts]
+    count = "" if private else f", and the number of {units}"
+    not_covered = [text.format(unit=unit, units=units, count=count) for text in texts]
     not_covered += ledger.beside
     hidden = "versions", "target_delta", "unit", BROKEN
     shown = [{k: v for k, v in run.items() if k not in hidden} for run in runs]
@@ -313,9 +318,7 @@ def state(
             "delta": delta,
             "unit": unit,
             "records": records,
-            "neighboring_relation": (
-                "leave one out in its place" if bands else "add or remove one"
-            ),
+            "neighboring_relation": _relation(bands, private),
             "accountant": mechanism,
             "random_numbers": _RANDOM[secure],
             "steps": sum(phase["steps"] for phase in phases),
@@ -353,6 +356,13 @@ def _unit_of(runs: List[Dict[str, Any]], unit: Optional[str]) -> Tuple[str, List
         "of all steps is known for any of these. If they are the same, pass unit=."
     )
     return "record", [note]
+
+
+def _relation(bands: List[int], private: bool) -> str:
+    """Returns the name of the neighbors. ``private``: the number of records is."""
+    if bands:
+        return "leave one out in its place"
+    return "add or remove one" if private else "replace one by nothing"
 
 
 def _several(unit: str) -> str:
@@ -459,10 +469,11 @@ def _up(epsilon: float) -> str:
 
 def _text(c: Mapping[str, Any]) -> str:
     unit, phases, holds = c["unit"], c["phases"], c["holds"] != "no"
+    units, neighbors = _several(unit), _NEIGHBORS[c["neighboring_relation"]]
     rows = [
         ("unit of privacy", f"one {unit}"),
-        (f"number of {_several(unit)}", c["records"]),
-        ("neighbors", _NEIGHBORS[c["neighboring_relation"]].format(unit=unit)),
+        (f"number of {units}", c["records"]),
+        ("neighbors", neighbors.format(unit=unit, units=units)),
     ]
     if holds:
         bound = f"{_up(c['epsilon'])}, an upper bound" if phases else "0"

@@ -94,5 +94,6 @@ def deterministic():
         warnings.filterwarnings("ignore", message="Secure RNG turned off")
         warnings.filterwarnings("ignore", message="Full backward hook is firing")
         warnings.filterwarnings("ignore", message="Optimal order is the")
+        warnings.filterwarnings("ignore", message="Epsilon takes the number of")
         yield
     torch.set_num_threads(threads)

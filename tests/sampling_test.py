@@ -104,6 +104,9 @@ def test_small_rates_are_not_rounded():
         (Poisson(expected_batch_size=13), 2, 13),  # 24 / 13 is 1.85
         (Poisson(expected_batch_size=0.5, steps=7), 7, 0.5),
         (Poisson(sample_rate=0.25), 4, 6),
+        (Poisson(sample_rate=0.25, expected_batch_size=7), 4, 7),
+        (Poisson(sample_rate=0.25, public_records=20), 4, 5),
+        (Poisson(expected_batch_size=5, public_records=20), 4, 5),
         (Poisson(expected_batch_size=5), 5, 5),  # 24 / 5 is 4.8
         (Poisson(expected_batch_size=24), 1, 24),
     ],
@@ -280,8 +283,8 @@ class Stream(IterableDataset):
 @pytest.mark.parametrize(
     "sampling, settings, message",
     [
-        (Poisson(), {}, "either expected_batch_size or sample_rate"),
-        (Poisson(expected_batch_size=2, sample_rate=0.1), {}, "either"),
+        (Poisson(), {}, "neither expected_batch_size nor sample_rate"),
+        (Poisson(expected_batch_size=-2, sample_rate=0.1), {}, "got -2"),
         (Poisson(expected_batch_size=25), {}, "at most 24"),
         (Poisson(sample_rate=0.0), {}, "sample_rate must be .*got 0.0"),
         (Poisson(sample_rate=0.1, steps=0), {}, "steps must be .*got 0"),

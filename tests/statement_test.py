@@ -60,7 +60,7 @@ def test_numbers_are_those_of_the_accountant():
     other.history = [(2.0, 0.25, 4)]
     assert content["epsilon"] == other.get_epsilon(1e-3)
     assert content["accountant"] == "prv_bounds" and content["holds"] == "yes"
-    assert content["neighboring_relation"] == "add or remove one"
+    assert content["neighboring_relation"] == "replace one by nothing"
     assert (content["unit"], content["records"], content["steps"]) == ("user", 64, 4)
     assert content["phases"] == [
         {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, Optional, Tuple
 
 from opacus.utils.uniform_sampler import UniformWithReplacementSampler
@@ -9,7 +10,7 @@ from torch.utils.data import DataLoader
 
 from opacus_ext.data.draws import count_records
 from opacus_ext.data.sampling import CyclicPoisson, Poisson, Sampling
-from opacus_ext.refused import Refused, describe
+from opacus_ext.refused import Refused, check_number, describe
 
 
 def cyclic(
@@ -28,6 +29,67 @@ def cyclic(
             remedy="Leave sampling out.",
         )
     return sampling
+
+
+def public_sampling(
+    sampling: Optional[Sampling], loader: DataLoader, records: int
+) -> Sampling:
+    """
+    Returns Opacus's own sampling, for a public number of records in the place of that
+    of the data set.
+    """
+    check_number("public_records", records, whole=True)
+    drawn = getattr(getattr(loader, "batch_sampler", None), "sampling", None)
+    if sampling is None and drawn is not None and drawn.public_records == records:
+        return drawn  # a loader of make_private
+    if sampling is not None or loader.batch_size is None:
+        what = "sampling" if sampling is not None else "the loader's batch sampler"
+        raise Refused(
+            f"public_records={records} and {what} both say how batches are drawn.",
+            parameter="public_records",
+            remedy="Give sampling=opacus_ext.data.Poisson(sample_rate=..., "
+            "expected_batch_size=..., steps=...) alone, of public numbers.",
+        )
+    # A DistributedSampler shares the records out, and each process has such a batch.
+    share = -(-records // getattr(loader.sampler, "num_replicas", 1))
+    steps = -(-share // loader.batch_size)
+    if loader.drop_last:
+        steps = max(share // loader.batch_size, 1)
+    return Poisson(sample_rate=1 / steps, steps=steps, public_records=records)
+
+
+def public_batches(records: int, batch_size: int) -> Poisson:
+    """Returns batches of a size of the user, from a public number of records."""
+    check_number("public_records", records, whole=True)
+    return Poisson(
+        expected_batch_size=min(batch_size, records),
+        steps=-(-records // batch_size),
+        public_records=records,
+    )
+
+
+def chosen_sampling(
+    sampling: Optional[Sampling],
+    loader: DataLoader,
+    public_records: Optional[int],
+    expected_batch_size: Optional[float],
+) -> Optional[Sampling]:
+    """Returns the sampling that arguments of ``make_private`` choose, if they do."""
+    if expected_batch_size is not None:
+        check_number("expected_batch_size", expected_batch_size)
+    if public_records is not None:
+        sampling = public_sampling(sampling, loader, public_records)
+    elif expected_batch_size is not None and isinstance(sampling, Sampling):
+        if sampling.expected_batch_size is not None:
+            raise Refused(
+                f"expected_batch_size={expected_batch_size} divides the sum of "
+                f"gradients, and so does that of {sampling}.",
+                parameter="expected_batch_size",
+                remedy="Leave one of them out.",
+            )
+    if expected_batch_size is None or not isinstance(sampling, Sampling):
+        return sampling
+    return replace(sampling, expected_batch_size=expected_batch_size)
 
 
 def stock_sampling(loader: DataLoader) -> Poisson:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Callable, Dict, Optional, Tuple
 
 from opacus_ext.accountants.whole import record_whole
@@ -27,17 +27,45 @@ class Poisson:
         steps: length of an epoch; by default one over the sampling rate, rounded
         expected_batch_size: records of a batch on average, any number up to all; it
             divides the sum of clipped gradients
-        sample_rate: instead, the probability that a record is drawn
+        sample_rate: instead, the probability that a record is drawn. With both, nothing
+            is computed from the number of records, which may then be private
+        public_records: a number of records that does not depend on the data, for the
+            computation of the one from the other
 
     Example:
         >>> sampling = Poisson(expected_batch_size=50, steps=10)
         >>> sampling.rate(records=1000), sampling.steps_per_epoch(records=1000)
         (0.05, 10)
+        >>> sampling = Poisson(expected_batch_size=50, sample_rate=0.05)
+        >>> sampling.rate(records=1001), sampling.divisor(records=1001)
+        (0.05, 50)
     """
 
     steps: Optional[int] = None
     expected_batch_size: Optional[float] = None
     sample_rate: Optional[float] = None
+    public_records: Optional[int] = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        records, size, rate = (
+            self.public_records,
+            self.expected_batch_size,
+            self.sample_rate,
+        )
+        if records is None:
+            return
+        check_number("public_records", records, whole=True)
+        if rate is None and size is not None:
+            check_number("expected_batch_size", size)
+            object.__setattr__(self, "sample_rate", size / records)
+        if size is None and rate is not None:
+            check_number("sample_rate", rate)
+            object.__setattr__(self, "expected_batch_size", rate * records)
+
+    @property
+    def is_public(self) -> bool:
+        """True if rate, divisor and steps are the same for any number of records."""
+        return None not in (self.sample_rate, self.expected_batch_size)
 
     def rate(self, records: int) -> float:
         """Returns the probability that a record is drawn, of so many records."""
@@ -56,23 +84,28 @@ class Poisson:
 
     def divisor(self, records: int) -> float:
         """Returns the expected batch size, which divides the sum of gradients."""
-        size = self.rate(records) * records
+        size = self.expected_batch_size
+        if size is None:
+            size = self.rate(records) * records
         return round(size) if abs(size - round(size)) < 1e-9 * size else size
 
     def check(self, records: int) -> None:
         """Refuses impossible sizes."""
         if self.steps is not None:
             check_number("steps", self.steps, whole=True)
-        if (self.expected_batch_size is None) == (self.sample_rate is None):
+        names = "expected_batch_size", "sample_rate"
+        given = {name: getattr(self, name) for name in names}
+        for name, value in given.items():
+            if value is not None:
+                check_number(name, value)
+        if set(given.values()) == {None}:
             raise Refused(
-                f"{type(self).__name__} takes either expected_batch_size or "
-                f"sample_rate; got {self.expected_batch_size} and {self.sample_rate}.",
+                f"{type(self).__name__} has neither expected_batch_size nor "
+                "sample_rate.",
                 parameter="expected_batch_size",
-                remedy="Give one of the two.",
+                remedy="Give one of the two, or both where the number of records is "
+                "private.",
             )
-        size = self.expected_batch_size
-        name = "sample_rate" if size is None else "expected_batch_size"
-        check_number(name, getattr(self, name))
         if self.rate(records) > 1:
             raise Refused(
                 f"{self} would draw each of {records} records with probability "

@@ -57,6 +57,8 @@ class PrivacyArguments:
             covers that
         secure_mode: draws noise and batches by random numbers of the operating system,
             and noise without the traces of floating-point numbers; in one process
+        public_records: a number of records that does not depend on the data, from which
+            sampling rate and steps come: see ``make_private``
 
     Raises:
         Refused: for arguments that do not fit
@@ -88,6 +90,7 @@ class PrivacyArguments:
     privacy_seed: Optional[int] = _field(None, "of noise and batches, for tests")
     repeat_noise: bool = _field(False, "of a run that goes on from a checkpoint")
     secure_mode: bool = _field(False, "random numbers of the operating system")
+    public_records: Optional[int] = _field(None, "a number known without the data")
 
     def __post_init__(self) -> None:
         bound: Any = self.per_sample_max_grad_norm
@@ -105,6 +108,8 @@ class PrivacyArguments:
             "a list of names",
             f"Give [{self.shared!r}].",
         )
+        if self.public_records is not None:
+            check_number("public_records", self.public_records, whole=True)
         mode, clipping = self.grad_sample_mode, self.clipping
         noise = "secure" if self.secure_mode else INDEPENDENT
         refuse(Run("PrivateTrainer", mode=mode, clipping=clipping, noise=noise))

@@ -24,6 +24,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 from transformers.utils import find_labels
 
+from opacus_ext.data.choice import public_batches
 from opacus_ext.data.logical import (
     PhysicalBatch,
     derive_seed,
@@ -306,11 +307,15 @@ class PrivateTrainer(Trainer):
     @property
     def steps_per_epoch(self) -> int:
         """Records over the logical batch size, rounded up, as Trainer counts them."""
-        return -(-len(self.train_dataset) // self.logical_batch_size)
+        records = self.privacy.public_records or len(self.train_dataset)
+        return -(-records // self.logical_batch_size)
 
     @property
     def sampling(self) -> Poisson:
-        """Each record with the probability B / N."""
+        """Each record with the probability B / N, or B / ``public_records``."""
+        if self.privacy.public_records is not None:
+            public = self.privacy.public_records
+            return public_batches(public, self.logical_batch_size)
         size = min(self.logical_batch_size, len(self.train_dataset))
         return Poisson(expected_batch_size=size, steps=self.steps_per_epoch)
 
