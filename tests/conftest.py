@@ -49,6 +49,7 @@ THOROUGH = (
     "answers_test.py",
     "commands_test.py",
     "contributing_test.py",
+    "synthetic_text_test.py",
 )
 LONG = ("tutorials_test.py", "moe_families_test.py", "gpu_benchmark_test.py")
 # Of other libraries' ways to train, which "make test-examples" installs.

@@ -376,7 +376,15 @@ def test_no_samplers_of_users(recwarn):
 
 # -- the engine ------------------------------------------------------------------------
 
-ADDED = {"sampling", "noise", "take", "shared", "on_nonfinite"}
+ADDED = {
+    "sampling",
+    "noise",
+    "take",
+    "shared",
+    "on_nonfinite",
+    "expected_batch_size",
+    "public_records",
+}
 
 
 def test_signature():
