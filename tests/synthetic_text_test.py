@@ -64,6 +64,9 @@ WRONG_TABLES = {
     "a comma": ("t.csv", b"text,label\na,b,1\n", "more or fewer cells"),
     "a cell": ("t.csv", b"text,label\na\n", "more or fewer cells"),
     "no object": ("t.json", b'[{"text": "a", "label": 1}]', "no JSON object"),
+    "NaN": ("t.jsonl", b'{"text": NaN, "label": 1}', "line 1: 'text' is empty"),
+    "half": ("t.jsonl", b'{"text": "\\ud800", "label": 1}', "half a character"),
+    "semicolons": ("t.csv", b"text;label\na, b;1\n", "separated by semicolons"),
     "a workbook": ("t.xlsx", b"PK\x03\x04\x00", "Save it in UTF-8"),
 }
 
