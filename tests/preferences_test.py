@@ -18,7 +18,13 @@ from opacus_ext.data.logical import derive_seed
 from opacus_ext.losses import RecordModel, cross_entropy
 from opacus_ext.refused import Refused
 from opacus_ext.trainer import PrivateTrainer
-from opacus_ext.trainer.pairs import pair_loss, refuse_pairs, split_pairs
+from opacus_ext.trainer.pairs import (
+    TRAINERS,
+    has_pairs,
+    pair_loss,
+    refuse_pairs,
+    split_pairs,
+)
 
 from . import tiny
 from .common import assert_same
@@ -226,4 +232,13 @@ def test_pairs_that_are_refused(fsdp, images, match):
     trainer.args, trainer.model = SimpleNamespace(fsdp=fsdp), None
     trainer._is_vision_dataset = images
     with pytest.raises(Refused, match=match):
-        refuse_pairs(trainer)
+        refuse_pairs(trainer, TRAINERS[0])
+
+
+def test_a_loss_of_ones_own_on_pairs_of_trl_is_refused():
+    """Rows of pairs are not rows of records, and all pairs would share them."""
+    stock = type("RewardTrainer", (), {"__module__": TRAINERS[1].rpartition(".")[0]})
+    mine = type("Mine", (stock,), {"__module__": "mine"})()
+    assert has_pairs(mine) and not has_pairs(stand_in(True))
+    with pytest.raises(Refused, match="Mine has the compute_loss of mine.Mine"):
+        refuse_pairs(mine, "mine.Mine")

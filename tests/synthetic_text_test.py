@@ -64,6 +64,9 @@ WRONG_TABLES = {
     "a comma": ("t.csv", b"text,label\na,b,1\n", "more or fewer cells"),
     "a cell": ("t.csv", b"text,label\na\n", "more or fewer cells"),
     "no object": ("t.json", b'[{"text": "a", "label": 1}]', "no JSON object"),
+    "NaN": ("t.jsonl", b'{"text": NaN, "label": 1}', "line 1: 'text' is empty"),
+    "half": ("t.jsonl", b'{"text": "\\ud800", "label": 1}', "half a character"),
+    "semicolons": ("t.csv", b"text;label\na, b;1\n", "separated by semicolons"),
     "a workbook": ("t.xlsx", b"PK\x03\x04\x00", "Save it in UTF-8"),
 }
 
@@ -287,6 +290,45 @@ def test_files_that_are_there_stay(name, folder, reviews, tmp_path, capsys):
     assert command.main(arguments(folder, tmp_path)) == 2
     assert f"{name} is there already" in capsys.readouterr().err
     assert [path.name for path in (tmp_path / "new").iterdir()] == [name]
+
+
+def test_the_files_do_not_tell_which_labels_the_table_has(
+    folder, tmp_path, monkeypatch
+):
+    """A label that is in the list, and that one text or none has, is written alike."""
+    monkeypatch.setattr(Writer, "write", lambda self, label: [Row("a dog", label)])
+    names, written = ("--labels", "0=boring", "1=lovely", "2=dull"), []
+    rows = [{"text": row["sentence"], "label": row["label"]} for row in tiny.reviews(9)]
+    for more in [], [{"text": "a cat", "label": 2}]:
+        out = tmp_path / str(len(more))
+        out.mkdir()
+        table = write_table(out / "reviews.jsonl", rows + more)
+        given = arguments(folder, out, *names, "--data", table)
+        assert command.main(given) == 0
+        written.append((out / "new" / "texts.jsonl").read_text())
+    assert written[0] == written[1]
+
+
+@pytest.mark.parametrize("name", ["report.md", "statement.md", "statement.json"])
+def test_texts_are_no_other_file(name, folder, reviews, tmp_path, capsys):
+    """The private report would stand where the texts are to be published from."""
+    given = arguments(folder, tmp_path, "--out", str(tmp_path / name))
+    assert command.main(given) == 2
+    assert f"{name} is the name of another file" in capsys.readouterr().err
+
+
+def test_paths_that_fail_do_so_before_training(
+    folder, reviews, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setattr(Writer, "train", None)  # nothing is spent
+    names = ("--labels", "0=boring", "1=lovely")
+    table = str(tmp_path / "reviews.csv")
+    given = arguments(folder, tmp_path, *names, "--save", folder)
+    assert command.main(given) == 2
+    assert f"{folder} is there already" in capsys.readouterr().err
+    given = arguments(folder, tmp_path, *names, "--out", table + "/texts.jsonl")
+    assert command.main(given) == 2
+    assert "reviews.csv" in capsys.readouterr().err
 
 
 # -- the report --------------------------------------------------------------------

@@ -219,6 +219,16 @@ def test_arguments_that_are_refused(chosen, match, path, tmp_path):
         dpo(PrivateDPO, path, tmp_path, private(), **chosen)
 
 
+@pytest.mark.parametrize("make, base", [(dpo, DPO[1]), (reward, REWARD[1])])
+def test_a_loss_of_ones_own_is_refused(make, base, path, tmp_path):
+    class Mine(PrivateTrainer, base):
+        def compute_loss(self, *args, **kwargs):
+            return super().compute_loss(*args, **kwargs)
+
+    with pytest.raises(Refused, match="has the compute_loss of .*Mine"):
+        make(Mine, path, tmp_path, private())
+
+
 @pytest.mark.parametrize("make, cls", [(dpo, PrivateDPO), (reward, PrivateReward)])
 @pytest.mark.parametrize("log_loss", [True, False])
 def test_numbers_of_pairs_are_logged_with_the_loss_or_not(

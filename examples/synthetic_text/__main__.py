@@ -79,9 +79,13 @@ def synthesize(args: argparse.Namespace) -> None:
     out = Path(args.out)
     beside = "statement.json", "statement.md", "report.md"
     as_json, as_text, private = map(out.with_name, beside)
-    if there := [path for path in (out, as_json, as_text, private) if path.exists()]:
+    if out.name in beside:
+        reason = f"{out.name} is the name of another file that is written beside it."
+        raise Refused(reason, remedy="Name it synthetic.jsonl, say.")
+    files = [out, as_json, as_text, private, *([Path(args.save)] if args.save else [])]
+    if there := [path for path in files if path.exists()]:
         reason = f"{there[0]} is there already, and each run spends an epsilon."
-        raise Refused(reason, remedy="Give a file in another folder.")
+        raise Refused(reason, remedy="Give another folder.")
     rows, labels, columns = read_table(args.data, args.text, args.label, args.user)
     names = dict.fromkeys(labels, "")
     if args.labels:
@@ -106,16 +110,17 @@ def synthesize(args: argparse.Namespace) -> None:
     torch.manual_seed(args.seed)
     writer = Writer(args, names)
     canaries = writer.canaries(args.canaries, "trained on")
+    out.parent.mkdir(parents=True, exist_ok=True)  # what fails, fails before training
     trainer = writer.train([*writer.records(training), *canaries])
     if args.save:
         trainer.save_model(args.save)
     torch.manual_seed(args.seed)
     synthetic = [row for label in names for row in writer.write(label)]
 
-    out.parent.mkdir(parents=True, exist_ok=True)
     with out.open("w", encoding="utf-8") as file:
         for row in synthetic:
-            label = labels.get(row.label, row.label)
+            # As in the table would tell which of the list's labels no text has.
+            label = row.label if args.labels else labels[row.label]
             line = {columns["text"]: row.text, columns["label"]: label}
             file.write(json.dumps(line, ensure_ascii=False) + "\n")
     statement = trainer.privacy_statement()

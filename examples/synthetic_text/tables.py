@@ -6,6 +6,7 @@ import csv
 import hashlib
 import io
 import json
+import re
 from pathlib import Path
 from typing import Any, Dict, Iterator, List, NamedTuple, Optional, Tuple
 
@@ -38,7 +39,7 @@ def read_table(
         columns = columns or _columns(path, list(cells), named)
         row = {what: cells.get(name) for what, name in columns.items()}
         for what, cell in row.items():
-            if cell is None or not str(cell).strip():
+            if cell is None or cell != cell or not str(cell).strip():  # or NaN
                 reason = f"{path}, line {number}: {columns[what]!r} is empty."
                 raise Refused(reason, remedy="Fill it in, or leave the row out.")
         labels[str(row["label"])] = row["label"]
@@ -65,6 +66,9 @@ def _lines(path: str) -> Iterator[Tuple[int, Dict[Any, Any]]]:
     try:
         file = io.StringIO(Path(path).read_bytes().decode("utf-8-sig"), newline="")
         delimiter = "," if kind == ".csv" else "\t"
+        if kind == ".csv" and "," not in (head := file.readline()) and ";" in head:
+            raise ValueError("columns are separated by semicolons, not commas")
+        file.seek(0)
         reader = csv.DictReader(file, delimiter=delimiter, strict=True)
         for cells in reader if kind in (".csv", ".tsv") else ():
             if None in cells or None in cells.values():
@@ -75,6 +79,8 @@ def _lines(path: str) -> Iterator[Tuple[int, Dict[Any, Any]]]:
             cells = json.loads(line) if line.strip() else {}
             if not isinstance(cells, dict):
                 raise ValueError("no JSON object")
+            if re.search("[\ud800-\udfff]", " ".join(map(str, cells.values()))):
+                raise ValueError("half a character, an escaped surrogate")
             if cells:
                 yield number + 1, cells
     except (ValueError, csv.Error) as error:

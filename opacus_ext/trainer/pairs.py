@@ -100,8 +100,25 @@ def _keeping_nothing(trainer: Any) -> Iterator[None]:
         metrics["train"].pop("num_tokens", None)
 
 
-def refuse_pairs(trainer: Any) -> None:
-    """Refuses images, and models that are sharded, before anything is changed."""
+def has_pairs(trainer: Any) -> bool:
+    """Whether a trainer is one of TRL's whose records are pairs, or derived from it."""
+    bases = type(trainer).__mro__
+    return any(f"{x.__module__}.{x.__qualname__}" in TRAINERS for x in bases)
+
+
+def refuse_pairs(trainer: Any, owner: str) -> None:
+    """
+    Refuses another ``compute_loss`` than TRL's, of the class ``owner``, images, and
+    models that are sharded, before anything is changed.
+    """
+    if owner not in TRAINERS:
+        raise Refused(
+            f"{type(trainer).__name__} has the compute_loss of {owner}, and what that "
+            "makes of the rows of a pair is not known.",
+            parameter="compute_loss",
+            remedy="Leave it out, or compute the loss in a PrivateTrainer of your own, "
+            "see docs/how-to/preferences.md.",
+        )
     if getattr(trainer, "_is_vision_dataset", False):
         raise Refused(
             "The collator of pairs with images does not make two rows of each pair.",

@@ -59,6 +59,7 @@ from opacus_ext.trainer.checkpoint import (
 )
 from opacus_ext.trainer.pairs import (
     TRAINERS,
+    has_pairs,
     pair_loss,
     refuse_pairs,
     split_pairs,
@@ -209,8 +210,8 @@ class PrivateTrainer(Trainer):
         refuse_arguments(self.args)
         refuse_data(self.train_dataset)
         delta = given_delta(privacy.target_delta, self.train_dataset)
-        if self._loss_owner() in TRAINERS:
-            refuse_pairs(self)
+        if has_pairs(self):
+            refuse_pairs(self, self._loss_owner())
         if isinstance(self.model, RecordModel):
             self.model_accepts_loss_kwargs = False
             with self._inner_model():
