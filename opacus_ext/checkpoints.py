@@ -181,6 +181,8 @@ def load_checkpoint(
     ledger.go_on(self.accountant.history)
     ledger.load_state_dict(content.pop(LEDGER, {}))
     add_runs(self, content.get(RUNS, []))
+    if RUNS not in content and any(rate < 1 for _, rate, _ in spent["history"]):
+        ledger.unrecorded = True  # of plain Opacus
     return content
 
 

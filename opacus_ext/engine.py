@@ -56,7 +56,7 @@ from opacus_ext.data.choice import (
     stock_sampling,
 )
 from opacus_ext.data.draws import Draws, PoissonLoader, count_records
-from opacus_ext.data.sampling import Poisson, Sampling
+from opacus_ext.data.sampling import Poisson, Sampling, plain
 from opacus_ext.grad_sample.modes import common
 from opacus_ext.grad_sample.modes.ghost import ClippedCriterion
 from opacus_ext.ledger import ledger_of, note_trained, with_steps
@@ -253,7 +253,7 @@ class PrivacyEngine(opacus.PrivacyEngine):
         refuse_unfit(module, is_new, optimizer, grad_sample_mode, clipping)
         correlated = _correlated(noise)
         place = _place_of(module)
-        divisor = expected_batch_size
+        divisor = plain(expected_batch_size)
         sampling = chosen_sampling(sampling, data_loader, public_records, divisor)
         chosen = sampling, correlated, module, data_loader
         sampling = _sampling(self, *chosen, **given)
@@ -350,9 +350,10 @@ class PrivacyEngine(opacus.PrivacyEngine):
             poisson = sampling or Poisson(sample_rate=1 / len(loader))
             run = poisson, self.accountant, records, optimizer
             noise = banded(*run, **budget)
+        drawn = sampling
         if isinstance(noise, Banded):
-            sampling = cyclic(sampling, noise.bands, loader)
-        if sampling is None:
+            drawn = cyclic(sampling, noise.bands, loader)
+        if drawn is None:
             # Of 3 epochs of 75 batches Opacus plans int(3 / (1 / 75)) = 224 steps.
             steps = math.ceil(epochs * len(loader))
             made = _stock["make_private_with_epsilon"](
@@ -364,7 +365,7 @@ class PrivacyEngine(opacus.PrivacyEngine):
             )
         else:
             kwargs["noise_multiplier"] = noise_of_run(
-                sampling, self.accountant, records, **budget
+                drawn, self.accountant, records, **budget
             )
             made = self.make_private(sampling=sampling, noise=noise, **kwargs)
         runs_of(self)[-1]["target_delta"] = target_delta
@@ -436,9 +437,9 @@ class PrivacyEngine(opacus.PrivacyEngine):
         mode = find_mode(grad_sample_mode)
         if mode is None:
             if clipping == adaptive.ADAPTIVE:  # Opacus's optimizer has no defaults
-                size = kwargs["expected_batch_size"]
-                defaults = {**adaptive.DEFAULTS, "unclipped_num_std": size / 20}
-                kwargs = {**defaults, **kwargs}
+                noise, size = kwargs["noise_multiplier"], kwargs["expected_batch_size"]
+                std = max(size / 20, noise)
+                kwargs = {**adaptive.DEFAULTS, "unclipped_num_std": std, **kwargs}
             return _stock["_prepare_optimizer"](
                 self,
                 optimizer=optimizer,

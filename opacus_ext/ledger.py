@@ -43,12 +43,14 @@ class Ledger:
         others: the ledgers of engines that have trained the same parameters
         beside: sentences on what its statements do not cover
         runs: the settings of the engine's runs (:func:`opacus_ext.runs.runs_of`)
+        unrecorded: True if it has steps of a checkpoint that does not say how batches
+            were drawn and gradients clipped
         goes_on: True if a checkpoint was loaded, from which other runs may go on, too
         repeats: True if a run that goes on is to draw what the run before would have
             drawn. The caller is then responsible for its noise
     """
 
-    goes_on = repeats = False
+    unrecorded = goes_on = repeats = False
 
     def __init__(self) -> None:
         self.history: History = []
@@ -94,10 +96,12 @@ class Ledger:
             "others": self.missing(history, others=True),
             "beside": [*self.beside],
             "runs": self.runs_of_others(),
+            "unrecorded": self.unrecorded,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Adds what a checkpoint holds."""
+        self.unrecorded = self.unrecorded or state.get("unrecorded", False)
         if state.get("others"):
             other = Ledger()
             other.history = [(*step,) for step in state["others"]]

@@ -23,7 +23,7 @@ from opacus_ext.data.choice import public_batches, public_sampling
 from opacus_ext.data.copies import refuse_copies
 from opacus_ext.data.draws import count_records
 from opacus_ext.data.logical import PhysicalBatch, logical_loader
-from opacus_ext.data.sampling import Poisson, Sampling
+from opacus_ext.data.sampling import Poisson, Sampling, plain_count
 from opacus_ext.engine import INDEPENDENT
 from opacus_ext.grad_sample.modes.ghost import ClippedLoss
 from opacus_ext.private_training import (
@@ -154,7 +154,7 @@ class PrivacyCallback(Callback):
         self.criterion, self.module = criterion, module
         self.max_physical_batch_size = max_physical_batch_size
         self.sampling, self.repeat_noise = sampling, repeat_noise
-        self.public_records = public_records
+        self.public_records = plain_count(public_records)
         self._kwargs = dict(
             kwargs, max_grad_norm=max_grad_norm, grad_sample_mode=grad_sample_mode
         )

@@ -72,6 +72,8 @@ def add_run(
         rate, size = sampling.sample_rate, sampling.expected_batch_size
         assert size is not None and rate is not None
         private = (public or round(size / rate)) != records
+        # Opacus's own optimizer divides a count by the number of records drawn.
+        private = private and not hasattr(optimizer, "unclipped_num_std")
         shown = public
     run = {
         "grad_sample_mode": grad_sample_mode,

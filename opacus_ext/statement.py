@@ -294,8 +294,9 @@ def state(
         )
     bands = sorted({run.get("bands", 1) for run in runs} - {1})
     drawn = [rate < 1 for _, rate, _ in accountant.history]
-    private = bool(runs) and all(run.get("records_are_private") for run in runs)
-    holds, more = _conditions(runs, bands, drawn, unit)
+    unrecorded = ledger.unrecorded or not runs
+    private = all(run.get("records_are_private") for run in runs) and not unrecorded
+    holds, more = _conditions(runs, bands, drawn, unit, unrecorded)
     if mixed:
         holds, more = "no", [*mixed, *more]
     infinite = math.isinf(epsilon)
@@ -373,11 +374,18 @@ def _several(unit: str) -> str:
 
 
 def _conditions(
-    runs: List[Dict[str, Any]], bands: List[int], drawn: List[bool], unit: str
+    runs: List[Dict[str, Any]],
+    bands: List[int],
+    drawn: List[bool],
+    unit: str,
+    unrecorded: bool,
 ) -> Tuple[str, List[str]]:
     """
-    Returns "yes", "no" or the condition of the guarantee, and notes on it. ``drawn``:
-    for each phase, whether its batches are samples of the data.
+    Returns "yes", "no" or the condition of the guarantee, and notes on it.
+
+    Args:
+        drawn: for each phase, whether its batches are samples of the data
+        unrecorded: whether there are steps of no known run
     """
     holds, notes = "yes", []
     if drawn and not runs and not any(drawn):
@@ -385,7 +393,7 @@ def _conditions(
             f"Each step is a sum over all {_several(unit)} with noise, which was "
             "released outside of make_private. How it was clipped was not recorded."
         )
-    if not runs and any(drawn):
+    if unrecorded and any(drawn):
         holds = "if every batch was drawn by Poisson sampling"
         notes.append(
             "How batches were drawn and gradients clipped was not recorded: the run "

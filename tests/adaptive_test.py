@@ -279,3 +279,29 @@ def test_the_statement_says_so():
             step(called, optimizer, criterion, *batch)
         assert "follows a quantile" in str(engine.privacy_statement(1e-3))
         assert "clipping=adaptive" in repr(optimizer)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_hook_changes_the_noise_of_the_next_step(mode):
+    """The count of this step has the noise that its gradients have paid for."""
+    engine, called, optimizer, criterion, _ = private(
+        mode, small(), noise_multiplier=4.0
+    )
+    released, stock = [], optimizer.release
+
+    def release(statistic, noise_multiplier, sensitivity):
+        released.append(noise_multiplier)
+        return stock(statistic, noise_multiplier, sensitivity)
+
+    def hook(each):
+        each.noise_multiplier = 0.4
+        Monitor(engine, each)  # counts from the next step on
+
+    optimizer.release = release
+    optimizer.attach_step_hook(hook)
+    before = optimizer.gradient_noise_multiplier
+    step(called, optimizer, criterion, torch.zeros(4, 3).double(), torch.arange(4) % 2)
+    assert len(released) == 1 and before**-2 + released[0] ** -2 == pytest.approx(
+        1 / 16
+    )
+    assert engine.accountant.history == [(4.0, 1.0, 1)]

@@ -18,6 +18,7 @@ from opacus_ext import Refused, misuse
 from opacus_ext.data import CyclicPoisson, Poisson
 from opacus_ext.lightning import PrivacyCallback
 from opacus_ext.optimizers import Banded
+from opacus_ext.runs import runs_of
 from opacus_ext.statement import read_statement
 from opacus_ext.trainer import PrivacyArguments, PrivateTrainer
 
@@ -130,12 +131,12 @@ def run_shuffled():
         ({"public_records": 0}, "public_records must be a whole number"),
         ({"public_records": 9.5}, "public_records must be a whole number"),
         ({"public_records": 9, "sampling": Poisson(sample_rate=0.1)}, "both say"),
-        ({"public_records": 90, "poisson_sampling": False}, "Leave one of them"),
+        ({"public_records": 90, "poisson_sampling": False}, "Leave it out here"),
         ({"expected_batch_size": 0}, "expected_batch_size must be a number"),
         ({"expected_batch_size": 0, "public_records": 9}, "must be a number"),
         (
             {"expected_batch_size": 9, "sampling": Poisson(expected_batch_size=9)},
-            "Leave one of them",
+            "Leave it out here",
         ),
     ],
 )
@@ -270,3 +271,69 @@ def test_lightning_counts_the_number_as_public_by_default():
     assert content["neighboring_relation"] == "replace one by nothing"
     with pytest.raises(Refused, match="both say"):
         fitted(100, public_records=90, sampling=Poisson(**BY_HAND))
+
+
+def test_steps_of_plain_opacus_keep_their_condition(tmp_path):
+    """A run that goes on from them does not know how they were drawn."""
+    path, engines = tmp_path / "plain.pt", [
+        opacus_ext.PrivacyEngine() for _ in range(2)
+    ]
+    engines[0].accountant.history = [(1.0, 0.1, 10)]
+    model = nn.Linear(3, 2)
+    engines[0].save_checkpoint(path=path, module=nn.Sequential())
+    content = torch.load(path)
+    for name in [name for name in content if name.startswith("opacus_ext")]:
+        del content[name]
+    torch.save(content, path)
+    given = dict(max_grad_norm=1.0, noise_multiplier=1.0, public_records=90)
+    records = TensorDataset(torch.randn(100, 3))
+    made = engines[1].make_private(
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        data_loader=DataLoader(records, batch_size=10),
+        **given,
+    )
+    engines[1].load_checkpoint(path=path, module=nn.Sequential())
+    engines[1].save_checkpoint(path=path, module=made[0])
+    for statement in (
+        engines[1].privacy_statement(1e-3),
+        read_statement(path, 1e-3),
+    ):
+        content = statement.content
+        assert content["holds"].startswith("if every batch")
+        assert content["neighboring_relation"] == "replace one by nothing"
+
+
+def test_correlated_noise_for_a_budget_knows_the_rate_from_the_data():
+    model, engine = nn.Linear(3, 2), opacus_ext.PrivacyEngine()
+    engine.make_private_with_epsilon(
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        data_loader=DataLoader(TensorDataset(torch.randn(100, 3)), batch_size=10),
+        target_epsilon=3.0,
+        target_delta=1e-3,
+        epochs=2,
+        max_grad_norm=1.0,
+        noise="banded",
+        expected_batch_size=8,
+    )
+    assert not runs_of(engine)[0]["records_are_private"]
+
+
+def test_numbers_of_numpy():
+    """Statements hold plain ones."""
+    sampling = Poisson(sample_rate=np.float32(0.5), steps=10.0, public_records=90.0)
+    assert {type(x) for x in vars(sampling).values()} == {float, int}
+    assert sampling.steps_per_epoch(100) == 10 and type(sampling.steps) is int
+    assert (
+        type(
+            PrivacyArguments(
+                target_epsilon=1, target_delta=1e-3, public_records=np.int64(90)
+            ).public_records
+        )
+        is int
+    )
+    with pytest.raises(Refused, match="of 100 records.*at most 100"):
+        Poisson(public_records=100, expected_batch_size=200).check(250)
+    with pytest.raises(Refused, match="a sample_rate of at most 1"):
+        Poisson(sample_rate=1.5).check(250)

@@ -36,7 +36,7 @@ class Limit(NamedTuple):
 #: of the tests; 8.0 a line, 12 conditionals, 25 comprehensions, 4 %, 6 letters.
 LIMITS = {
     "opacus_ext/grad_sample": Limit(94000, 8.1, 10, 24, 3.9, 5.8, 125),
-    "opacus_ext": Limit(229500, 8.1, 19, 31, 2.4, 5.4, 465),
+    "opacus_ext": Limit(229500, 8.1, 19, 31, 2.4, 5.4, 466),
     "tests": Limit(319000, 10.5, 15, 42, 0.9, 4.4, 45),
 }
 #: Of parts that have no other limits.

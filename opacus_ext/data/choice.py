@@ -9,7 +9,12 @@ from opacus.utils.uniform_sampler import UniformWithReplacementSampler
 from torch.utils.data import DataLoader
 
 from opacus_ext.data.draws import count_records
-from opacus_ext.data.sampling import CyclicPoisson, Poisson, Sampling
+from opacus_ext.data.sampling import (
+    CyclicPoisson,
+    Poisson,
+    Sampling,
+    plain_count,
+)
 from opacus_ext.refused import Refused, check_number, describe
 
 
@@ -39,6 +44,7 @@ def public_sampling(
     of the data set.
     """
     check_number("public_records", records, whole=True)
+    records = plain_count(records)
     drawn = getattr(getattr(loader, "batch_sampler", None), "sampling", None)
     if sampling is None and drawn is not None and drawn.public_records == records:
         return drawn  # a loader of make_private
@@ -61,6 +67,7 @@ def public_sampling(
 def public_batches(records: int, batch_size: int) -> Poisson:
     """Returns batches of a size of the user, from a public number of records."""
     check_number("public_records", records, whole=True)
+    records = plain_count(records)
     return Poisson(
         expected_batch_size=min(batch_size, records),
         steps=-(-records // batch_size),
@@ -85,7 +92,7 @@ def chosen_sampling(
                 f"expected_batch_size={expected_batch_size} divides the sum of "
                 f"gradients, and so does that of {sampling}.",
                 parameter="expected_batch_size",
-                remedy="Leave one of them out.",
+                remedy="Leave it out here, where batch sizes are given otherwise.",
             )
     if expected_batch_size is None or not isinstance(sampling, Sampling):
         return sampling

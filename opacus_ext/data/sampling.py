@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Callable, Dict, Optional, Tuple
 
@@ -47,6 +48,9 @@ class Poisson:
     public_records: Optional[int] = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            convert = plain if name in _SIZES else plain_count
+            object.__setattr__(self, name, convert(value))
         records, size, rate = (
             self.public_records,
             self.expected_batch_size,
@@ -107,11 +111,17 @@ class Poisson:
                 "private.",
             )
         if self.rate(records) > 1:
+            most = self.public_records or records
+            by_rate = self.sample_rate is not None and self.public_records is None
             raise Refused(
-                f"{self} would draw each of {records} records with probability "
+                f"{self} would draw each of {most} records with probability "
                 f"{self.rate(records):g}.",
-                parameter="expected_batch_size",
-                remedy=f"Give an expected batch size above 0, at most {records}.",
+                parameter="sample_rate" if by_rate else "expected_batch_size",
+                remedy=(
+                    "Give a sample_rate of at most 1."
+                    if by_rate
+                    else f"Give an expected batch size above 0, at most {most}."
+                ),
             )
 
     def account(
@@ -178,6 +188,22 @@ class Poisson:
             dtypes=[dtype_safe(x) for x in fields],
         )
         return loader_like(stock, stock.dataset, draws, collate, stock.generator)
+
+
+_SIZES = "expected_batch_size", "sample_rate"
+
+
+def plain(value: Any) -> Any:
+    """Returns a number of numpy as one that statements and checkpoints can hold."""
+    numpy = isinstance(value, numbers.Real) and hasattr(value, "item")
+    return value.item() if numpy else value
+
+
+def plain_count(value: Any) -> Any:
+    """Returns a number of numpy, or a whole float, as a plain whole number."""
+    value = plain(value)
+    is_whole = isinstance(value, float) and value.is_integer()
+    return int(value) if is_whole else value
 
 
 #: The type of all samplings.

@@ -64,7 +64,7 @@ class ClippingOptimizer(NoisyOptimizer):
     on_nonfinite = "drop"  # or "raise", set by make_private
     mode: Any = None  # of the model, set by make_private
     #: Each has ``observe(norms)``, called with the samples' norms once a logical batch
-    #: when its noise was added, and a ``share`` of the budget of each step.
+    #: when it is counted, and a ``share`` of the budget of each step.
     observers: Tuple[Any, ...] = ()
     loop: Any = None  # a LoopMonitor, set by make_private
     draws: Any = None  # a DrawCounter of the loader, set by make_private
@@ -212,8 +212,6 @@ class ClippingOptimizer(NoisyOptimizer):
         self._spend_draws(bool(goes_on))
         if goes_on and self.loop is not None:
             self.loop.check_step(self, self.norms)
-        for observer in self.observers if goes_on else ():
-            observer.observe(self.norms)
         if not goes_on:
             self._unfinished = None
         return goes_on
@@ -387,13 +385,20 @@ class ClippingOptimizer(NoisyOptimizer):
     def step_hook(self) -> Optional[Callable[[Any], None]]:
         """
         What each counted step calls: first the function that counts it, then the
-        functions that were attached. Setting it replaces the latter.
+        observers, then the functions that were attached, which may change the noise of
+        the next step. Setting it replaces the latter.
         """
-        return _in_turn(self.count, self._step_hook)
+        in_step = self._divides and self.observers
+        observe = ClippingOptimizer._observe if in_step else None
+        return _in_turn(self.count, observe, self._step_hook)
 
     @step_hook.setter
     def step_hook(self, fn: Optional[Callable[[Any], None]]) -> None:
         self._step_hook = fn
+
+    def _observe(self) -> None:
+        for observer in self.observers:
+            observer.observe(self.norms)
 
     def attach_step_hook(self, fn: Callable[[Any], None]) -> None:
         """

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, List, Optional
 
 from opacus_ext.clipping import CLIPPINGS
+from opacus_ext.data.sampling import plain_count
 from opacus_ext.engine import INDEPENDENT
 from opacus_ext.optimizers.adaptive import ADAPTIVE
 from opacus_ext.private_training import check_budget, check_random
@@ -108,6 +109,7 @@ class PrivacyArguments:
             "a list of names",
             f"Give [{self.shared!r}].",
         )
+        self.public_records = plain_count(self.public_records)
         if self.public_records is not None:
             check_number("public_records", self.public_records, whole=True)
         mode, clipping = self.grad_sample_mode, self.clipping
