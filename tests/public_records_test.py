@@ -131,7 +131,7 @@ def run_shuffled():
         ({"public_records": 0}, "public_records must be a whole number"),
         ({"public_records": 9.5}, "public_records must be a whole number"),
         ({"public_records": 9, "sampling": Poisson(sample_rate=0.1)}, "both say"),
-        ({"public_records": 90, "poisson_sampling": False}, "Leave it out here"),
+        ({"public_records": 90, "poisson_sampling": False}, "Leave one of them"),
         ({"expected_batch_size": 0}, "expected_batch_size must be a number"),
         ({"expected_batch_size": 0, "public_records": 9}, "must be a number"),
         (
