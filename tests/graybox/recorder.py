@@ -202,7 +202,10 @@ def compare(one: Trace, two: Trace, rate: float) -> Set[str]:
     pairs = list(zip(one.releases, two.releases))
     if any((a.std, a.divisor) != (b.std, b.divisor) for a, b in pairs):
         found.add("scale")
-    if any(RECORD not in a.batch and a.distance(b) for a, b in pairs if a.batch):
+    same = (
+        a.distance(b) <= SLACK for a, b in pairs if a.batch and RECORD not in a.batch
+    )
+    if not all(same):
         found.add("another batch")
     spent = [noise for noise, _, steps in one.history for _ in range(steps)]
     if one.history != two.history or not _are_counted(one, rate):
