@@ -45,6 +45,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader
 
 from opacus_ext import checkpoints, misuse, peft
+from opacus_ext.accountants.stock import in_place_of
 from opacus_ext.accountants.whole import count_whole
 from opacus_ext.budget import banded, noise_of_run
 from opacus_ext.data.choice import (
@@ -379,7 +380,7 @@ class PrivacyEngine(opacus.PrivacyEngine):
         misuse.check_delta(self, delta, self.dataset)
         delta = float(delta)  # of numpy's, or a fraction
         missing = ledger_of(self).missing(self.accountant.history)
-        accountant = with_steps(self.accountant, missing)
+        accountant = in_place_of(with_steps(self.accountant, missing))
         if any(noise == 0 for noise, *_ in accountant.history):
             return math.inf  # some accountants raise an error
         epsilon = accountant.get_epsilon(delta) if len(accountant) else 0.0

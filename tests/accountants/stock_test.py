@@ -10,7 +10,11 @@ import numpy as np
 import pytest
 import torch
 from opacus import PrivacyEngine
-from opacus.accountants import PRVAccountant, create_accountant
+from opacus.accountants import (
+    GaussianAccountant,
+    PRVAccountant,
+    create_accountant,
+)
 from opacus.accountants.utils import get_noise_multiplier
 
 from opacus_ext import Refused
@@ -134,6 +138,34 @@ def test_edges(kind):
     for delta in (torch.tensor(1e-3), "1e-3", None, 0, 1, -0.1, math.nan, True):
         with pytest.raises(Refused, match="delta must be"):
             engine.get_epsilon(delta)
+
+
+@pytest.mark.parametrize("stock", [PRVAccountant, GaussianAccountant])
+def test_an_accountant_that_takes_another_one_s_place(stock):
+    """All steps count, by Opacus's own class, too."""
+    engine = engine_of(stock.mechanism(), (0.7, 0.05, 8))
+    alone = engine.get_epsilon(1e-4)
+    engine.accountant = stock()
+    engine.accountant.history = [(0.7, 0.05, 8), (5.0, 0.05, 8)]
+    both = engine.get_epsilon(1e-4)
+    assert alone < both < alone + 0.1
+    ours = create_accountant(stock.mechanism())
+    ours.history = list(engine.accountant.history)
+    assert ours.get_epsilon(1e-4) == both
+
+
+def test_gdp_alone():
+    """It is Opacus's number where that is one, and refuses what is no delta."""
+    ours, stock = create_accountant("gdp"), GaussianAccountant()
+    ours.history = stock.history = [(1.0, 0.01, 1000)]
+    for poisson in (True, False):
+        expected = stock.get_epsilon(1e-5, poisson)
+        assert ours.get_epsilon(1e-5, poisson) == pytest.approx(expected)
+    for delta in (math.nan, 0.0, -1.0, None, "x"):
+        with pytest.raises(Refused, match="delta must be"):
+            ours.get_epsilon(delta)
+    ours.history = []
+    assert ours.get_epsilon(1e-5) == 0.0
 
 
 def test_numbers_of_other_types_reach_the_accountant():
