@@ -475,8 +475,9 @@ class PrivateTrainer(Trainer):
         try:
             return samples_of(inputs)
         except Refused as error:
-            lengths = {n: x.shape[:1] for n, x in inputs.items() if hasattr(x, "shape")}
-            names = [n for n in inputs if lengths.get(n, ()) != (records,)]
+            # Texts, and several rows for each record, are private.
+            tensors = {n: x for n, x in inputs.items() if hasattr(x, "shape")}
+            names = [n for n, x in tensors.items() if not x.shape or len(x) % records]
             shared = (
                 "If all records share an input, name it: "
                 f"PrivacyArguments(shared={names}); otherwise let "
@@ -484,7 +485,7 @@ class PrivateTrainer(Trainer):
             raise Refused(
                 error.reason,
                 parameter="data_collator",
-                remedy=f"{shared if len(names) < len(inputs) else 'Let '}data_collator "
+                remedy=f"{shared if names else 'Let '}data_collator "
                 "return a tensor with a row for each record.",
             ) from error
 
