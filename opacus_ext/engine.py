@@ -61,11 +61,11 @@ from opacus_ext.data.sampling import CyclicPoisson, Poisson, Sampling, plain
 from opacus_ext.grad_sample.modes import common
 from opacus_ext.grad_sample.modes.ghost import ClippedCriterion
 from opacus_ext.ledger import ledger_of, note_trained, with_steps
+from opacus_ext.loop import watch_loader, watch_steps
 from opacus_ext.losses import PerSample
 from opacus_ext.modes import find_mode, find_optimizer, name_of, refuse_unfit
 from opacus_ext.optimizers import adaptive
 from opacus_ext.optimizers.correlated import CorrelatedNoise
-from opacus_ext.optimizers.loop import watch_loader, watch_steps
 from opacus_ext.optimizers.optimizer import ClippingOptimizer
 from opacus_ext.refused import Refused
 from opacus_ext.runs import add_run, count_steps, runs_of
