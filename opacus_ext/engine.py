@@ -45,9 +45,11 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader
 
 from opacus_ext import checkpoints, misuse, peft
+from opacus_ext.accountants.mechanisms import count_of, refuse_mixed
 from opacus_ext.accountants.stock import in_place_of
 from opacus_ext.accountants.whole import count_whole
 from opacus_ext.budget import banded, noise_of_run
+from opacus_ext.data.allocation import Begun
 from opacus_ext.data.choice import (
     check_drawn,
     check_sampling,
@@ -123,7 +125,7 @@ class PrivacyEngine(opacus.PrivacyEngine):
         return in_a_line(
             self,
             accountant=self.accountant.mechanism(),
-            steps=sum(steps for *_, steps in self.accountant.history),
+            steps=count_of(self.accountant.history),
             secure_mode=self.secure_mode,
         )
 
@@ -195,7 +197,8 @@ class PrivacyEngine(opacus.PrivacyEngine):
             wrap_model: True returns a wrapper in the model's place; False makes the
                 model itself private and returns an object with ``cleanup()``
             sampling: how batches are drawn, in the place of ``poisson_sampling``:
-                ``Poisson`` or ``CyclicPoisson`` of :mod:`opacus_ext.data`
+                ``Poisson``, ``RandomAllocation``, ``TruncatedPoisson`` or another of
+                :mod:`opacus_ext.data`
             noise: "independent" from step to step, or
                 :class:`~opacus_ext.optimizers.banded.Banded`, correlated noise, which
                 ``make_private_with_epsilon(noise="banded")`` chooses
@@ -278,6 +281,7 @@ class PrivacyEngine(opacus.PrivacyEngine):
             misuse.tell_of_samplers(self, module, grad_sample_mode)
         if poisson_sampling:
             misuse.tell_of_records(sampling)
+            misuse.tell_of_accountant(self, sampling)
         return made
 
     @overload
@@ -681,6 +685,8 @@ def _sampling(
         sampling = sampling or stock_sampling(data_loader)
     if sampling is not None:
         check_sampling(sampling, poisson_sampling)
+        step = *sampling.step_of(1.0, len(data_loader.dataset)), 1
+        refuse_mixed([*engine.accountant.history, step])
         return sampling
     check_drawn(data_loader, poisson_sampling)
     # Opacus's own loader leaves empty batches out, so that processes get out of
@@ -769,6 +775,11 @@ def _count(
         divisor = divisor or sampling.divisor(records)
         # In the place of the hook for Poisson sampling.
         optimizer.step_hook = sampling.hook(engine.accountant, records)
+        if sampling.allocates:
+            draws = loader.batch_sampler
+            # Of an epoch that is under way, batches may still come.
+            begun = Begun(lambda: draws.begun, max(draws.begun - 1, 0))
+            optimizer.begun_epochs = draws.begun_epochs = begun
     if divisor is not None:
         optimizer.expected_batch_size = divisor
         if place is not None:  # of one process

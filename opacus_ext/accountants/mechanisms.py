@@ -234,6 +234,14 @@ def is_drawn(noise_multiplier: float, sample_rate: float) -> bool:
     return sample_rate < 1 or isinstance(noise_multiplier, Mechanism)
 
 
+def count_of(history: Iterable[Any]) -> int:
+    """Returns the number of steps of the optimizer in a history."""
+    return sum(
+        noise.steps(steps) if isinstance(noise, Mechanism) else steps
+        for noise, _, steps in history
+    )
+
+
 def refuse_mixed(history: Iterable[Any]) -> None:
     """Refuses batches of fixed size beside releases of another relation."""
     fixed = [isinstance(noise, Fixed) for noise, _, steps in history if steps]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numbers
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Callable, Dict, Optional, Tuple
+from typing import TYPE_CHECKING, Any, Callable, ClassVar, Dict, Optional, Tuple
 
-from opacus_ext.accountants.whole import record_whole
+from opacus_ext.accountants.whole import add_steps, record_whole
 from opacus_ext.refused import Refused, check_number
 
 # A plan names a way to draw, and must not wait for the import of torch.
@@ -41,6 +41,11 @@ class Poisson:
         >>> sampling.rate(records=1001), sampling.divisor(records=1001)
         (0.05, 50)
     """
+
+    #: True if the batches of an epoch, or of a run, are drawn at once.
+    allocates: ClassVar[bool] = False
+    #: True if an allocation is that of the whole run.
+    keeps_allocation: ClassVar[bool] = False
 
     steps: Optional[int] = None
     expected_batch_size: Optional[float] = None
@@ -81,6 +86,10 @@ class Poisson:
     def draw(self, records: int, generator: Any, step: int = 0) -> torch.Tensor:
         """Returns the record numbers of batch ``step`` of the run, ascending."""
         return _drawn(records, self.rate(records), generator)
+
+    def drawn_at(self, step: int) -> int:
+        """Returns the step of the run at which the batch of a step is drawn."""
+        return step
 
     def steps_per_epoch(self, records: int) -> int:
         """Returns the length of the loader."""
@@ -128,7 +137,11 @@ class Poisson:
         self, accountant: Any, records: int, noise_multiplier: float, steps: int = 1
     ) -> None:
         """Records steps with an accountant, or a Composition."""
-        _account(accountant, noise_multiplier, self.rate(records), steps)
+        _account(accountant, *self.step_of(noise_multiplier, records), steps)
+
+    def step_of(self, noise_multiplier: float, records: int) -> Tuple[float, float]:
+        """Returns noise and rate of the entry, as accountants have them."""
+        return noise_multiplier, self.rate(records)
 
     def hook(self, accountant: IAccountant, records: int) -> Callable[[Any], None]:
         """Returns the step hook of the optimizer, which records each step."""
@@ -214,25 +227,31 @@ def _account(accountant: Any, noise_multiplier: float, rate: float, steps: int) 
     if steps == 1:
         accountant.step(noise_multiplier=noise_multiplier, sample_rate=rate)
     else:
-        accountant.history.append((noise_multiplier, rate, steps))
+        add_steps(accountant.history, noise_multiplier, rate, steps)
 
 
 def _drawn(records: int, rate: float, generator: Any) -> torch.Tensor:
+    """Returns the numbers of records whose key is below the rate."""
+    keys = random_keys(records, generator)
+    if keys.is_floating_point():
+        drawn = keys < rate
+    else:  # The rate is rounded down; 2^63 is out of range.
+        drawn = keys <= int(rate * 2**63) - 1
+    return drawn.nonzero()[:, 0]
+
+
+def random_keys(records: int, generator: Any) -> torch.Tensor:
     """
-    Returns the numbers of records whose key is below the rate: of 53 random bits, as a
-    rate of 1e-6 would be wrong by a percent with 24; of 63 from a ``SecureSource``.
+    Returns a random number for each record: floats below 1 of 53 bits, as a rate of
+    1e-6 would be wrong by a percent with 24; from a ``SecureSource`` integers of 63.
     """
     import torch
 
     from opacus_ext.secure import SecureSource
 
     if isinstance(generator, SecureSource):
-        # The rate is rounded down; 2^63 is out of range.
-        drawn = generator.integers(records) <= int(rate * 2**63) - 1
-    else:
-        keys = torch.rand(records, generator=generator, dtype=torch.float64)
-        drawn = keys < rate
-    return drawn.nonzero()[:, 0]
+        return generator.integers(records)
+    return torch.rand(records, generator=generator, dtype=torch.float64)
 
 
 @dataclass(frozen=True, kw_only=True)
