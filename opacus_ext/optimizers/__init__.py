@@ -1,5 +1,6 @@
 """Optimizers whose noise matches the sensitivity of clipping; correlated noise."""
 
 from opacus_ext.optimizers.banded import Banded
+from opacus_ext.optimizers.noise_aware import AdamBC, ScaledAdam
 
-__all__ = ["Banded"]
+__all__ = ["AdamBC", "Banded", "ScaledAdam"]
