@@ -10,13 +10,17 @@ import warnings
 
 import pytest
 import torch
+import torch.distributed as dist
 from opacus.utils.batch_memory_manager import BatchMemoryManager
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import opacus_ext
 from opacus_ext import Refused, clipped_grads
+from opacus_ext.distributed import expert_parallel
+from opacus_ext.layers import TopKFeedForward
 from opacus_ext.optimizers import AdamBC, Banded, ScaledAdam
 
 from .common import clipped_sum, norms_of, oracle, trainable
@@ -104,6 +108,8 @@ def test_scaled_sums(size, length, kind, branches):
         ({"weight": (torch.ones(3), torch.ones(2))}, "shape"),
         ({"weight": (torch.ones(2, 1), torch.ones(3))}, "shape"),
         ({"weight": torch.zeros(2, 3)}, "positive"),
+        ({"weight": 2.0}, "a tensor or a tuple"),
+        ({"weight": ()}, "shapes"),
         ({"weight": (torch.ones(2), torch.full((3,), math.inf))}, "positive"),
     ],
 )
@@ -476,3 +482,17 @@ def test_copies_keep_the_settings(kind):
     own = {"floor": 0.3} if kind is AdamBC else {"every": 3, "least": 0.2}
     optimizer = copy.deepcopy(kind(nn.Linear(2, 2).parameters(), **own))
     assert {name: optimizer.defaults[name] for name in own} == own
+
+
+@pytest.fixture
+def one_process_of_one():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("spread", [fully_shard, expert_parallel])
+def test_parts_of_parameters_have_no_scales(spread, one_process_of_one):
+    model = spread(nn.Sequential(nn.Linear(4, 4), TopKFeedForward(4, 4, 2)))
+    with pytest.raises(Refused, match="ScaledAdam scales gradients before"):
+        private(model, ScaledAdam(model.parameters()))

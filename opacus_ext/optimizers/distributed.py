@@ -193,7 +193,7 @@ class _Distributed(Base):
             bounds += [bound] * (self.world_size if group_of(p) else 1)
         return self.clipping.at(bounds).sensitivity("add_or_remove_one")
 
-    def take_scales(self) -> Dict[torch.nn.Parameter, Scale]:
+    def take_scales(self) -> Dict[int, Scale]:
         """See ``ClippingOptimizer``; shares of parameters have no scales."""
         scales = super().take_scales()
         if scales and any(map(self._is_sharded, self.params)):

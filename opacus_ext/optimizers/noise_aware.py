@@ -88,21 +88,29 @@ class AdamBC(torch.optim.AdamW):
     @torch.no_grad()
     def step(self, closure: Optional[Callable[[], Any]] = None) -> Any:
         """See ``torch.optim.Optimizer``; a variance holds for one step."""
-        variance, self.noise_variance = self.noise_variance, None
-        if not variance:
-            return _step_of_adam(self, closure)
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        variance, self.noise_variance = self.noise_variance or 0.0, None
+        has_noise = False
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    state, beta2 = self._state_of(p), group["betas"][1]
+                    state["noise"] = beta2 * state["noise"] + (1 - beta2) * variance
+                    has_noise |= state["noise"] > 0
+        if not has_noise:
+            _step_of_adam(self)
+            return loss
         for group in self.param_groups:
             params = [p for p in group["params"] if p.grad is not None]
             if params:
-                self._step_with_noise(params, group, variance)
+                self._step_with_noise(params, group)
         return loss
 
     def _step_with_noise(
-        self, params: List[torch.Tensor], group: Dict[str, Any], variance: float
+        self, params: List[torch.Tensor], group: Dict[str, Any]
     ) -> None:
         """Takes a step with the parameters of a group."""
         beta1, beta2 = group["betas"]
@@ -113,7 +121,6 @@ class AdamBC(torch.optim.AdamW):
         states = [self._state_of(p) for p in params]
         for state in states:
             state["step"] += 1
-            state["noise"] = beta2 * state["noise"] + (1 - beta2) * variance
         means = [state["exp_avg"] for state in states]
         squares = [state["exp_avg_sq"] for state in states]
         torch._foreach_lerp_(means, grads, 1 - beta1)
@@ -132,7 +139,10 @@ class AdamBC(torch.optim.AdamW):
         torch._foreach_addcdiv_(params, means, corrected, -rate)
 
     def _state_of(self, p: torch.Tensor) -> Dict[str, Any]:
-        """Returns the state of a parameter, with the names that Adam gives it."""
+        """
+        Returns the state of a parameter: Adam's, and the moving average of the noise's
+        variance, without the correction for its beginning.
+        """
         state = self.state[p]
         if not state:
             zeros = functools.partial(
@@ -140,7 +150,7 @@ class AdamBC(torch.optim.AdamW):
             )
             state["step"] = torch.tensor(0.0)
             state["exp_avg"], state["exp_avg_sq"] = zeros(), zeros()
-        state.setdefault("noise", 0.0)
+            state["noise"] = 0.0
         return state
 
 

@@ -100,7 +100,7 @@ class ClippingOptimizer(NoisyOptimizer):
         # the sum so far.
         self.norms: List[Optional[torch.Tensor]] = []
         self._clipped_at: Optional[List[float]] = None  # the bounds of the sum so far
-        self._scales: Optional[Dict[torch.nn.Parameter, Scale]] = None  # and its scales
+        self._scales: Optional[Dict[int, Scale]] = None  # and what it was divided by
         groups = optimizer.param_groups
         trained = [p for group in groups for p in group["params"] if p.requires_grad]
         function = self.clipping.at(max_grad_norm)
@@ -328,18 +328,18 @@ class ClippingOptimizer(NoisyOptimizer):
         # Noise was added to sums of gradients that were divided by the scales.
         scales = self.take_scales()
         for p in self.params:
-            if p in scales and p.grad is not None:
-                p.grad.div_(inverse_of(scales[p]).view(p.shape))
+            if id(p) in scales and p.grad is not None:
+                p.grad.div_(inverse_of(scales[id(p)]).view(p.shape))
 
-    def take_scales(self) -> Dict[torch.nn.Parameter, Scale]:
+    def take_scales(self) -> Dict[int, Scale]:
         """
         Returns what the gradients of a logical batch are divided by before they are
-        clipped, by parameter. The wrapped optimizer says it at the first physical batch
-        (``gradient_scales``); most have none.
+        clipped, by the ids of the parameters. The wrapped optimizer says it at the
+        first physical batch (``gradient_scales``); most have none.
         """
         if self._scales is None:
-            scales = getattr(self.original_optimizer, "gradient_scales", dict)
-            self._scales = scales()
+            scales_of: Any = getattr(self.original_optimizer, "gradient_scales", dict)
+            self._scales = {id(p): scale for p, scale in scales_of().items()}
         return self._scales
 
     def _check_same_bound(self) -> None:

@@ -63,8 +63,8 @@ class PrivateOptimizer(Protocol):
     def clipping_function(self) -> Callable[[T], T]:
         """Returns the clipping function at its bound."""
 
-    def take_scales(self) -> Mapping[nn.Parameter, Scale]:
-        """Returns what gradients are divided by before they are clipped."""
+    def take_scales(self) -> Mapping[int, Scale]:
+        """Returns what gradients are divided by, by the ids of the parameters."""
 
     def set_clipped_sums(
         self, sums: Iterable[tuple[nn.Parameter, T]], norms: T

@@ -464,7 +464,8 @@ class ClippedSum:
         passes: 2 to keep no gradients between norms and sum, see two_passes.py
         norms_of: makes the norms of a group, with the arguments of :class:`GroupNorms`
         reduce: maps sums of this process to what it has of those of all processes
-        scales: by parameter, what its gradients are divided by before they are clipped
+        scales: what gradients are divided by before they are clipped, by the ids of the
+            parameters
 
     Attributes:
         norms: norms of the gradients, divided by the scales, before clipping ``[B]``;
@@ -484,9 +485,9 @@ class ClippedSum:
         passes: int = 1,
         norms_of: Callable[..., GroupNorms] = GroupNorms,
         reduce: Reduce | None = None,
-        scales: Mapping[T, Scale] | None = None,
+        scales: Mapping[Key, Scale] | None = None,
     ):
-        self.scales = {id(p): divisor for p, divisor in (scales or {}).items()}
+        self.scales = scales or {}
         self.names, self.params = list(params), list(params.values())
         check_parameters(clipping, len(self.params))
         self.clipping, self.on_nonfinite, self.scale = clipping, on_nonfinite, scale

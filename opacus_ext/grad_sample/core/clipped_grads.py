@@ -212,19 +212,19 @@ def clipped_grads(
         left_out = take is None, microbatch is None, on_nonfinite == "drop", not scale
         check_compiled(left_out)
         return _clipped_traced(loss, trained, samples[0], clip)
-    scales = _scales(scale or {}, trained)
-    if shards is None:
-        total = ClippedSum(trained, size, clip, on_nonfinite, scales=scales)
-        run = _Losses(loss, trained, total)
-        losses, auxiliary = run.compute(samples, microbatch)
-        refuse_no_graph(total, size)
-    elif scales:
+    if scale and shards is not None:
         raise Refused(
             "scale= of clipped_grads is not computed for models sharded by "
             "fully_shard.",
             parameter="scale",
             remedy="Leave it out, or train in one process or with DDP.",
         )
+    scales = _scales(scale or {}, trained)
+    if shards is None:
+        total = ClippedSum(trained, size, clip, on_nonfinite, scales=scales)
+        run = _Losses(loss, trained, total)
+        losses, auxiliary = run.compute(samples, microbatch)
+        refuse_no_graph(total, size)
     else:
         # A loss without a graph is not refused here, as the losses of other processes
         # may have one.
@@ -320,9 +320,9 @@ def _trained(params: Mapping[str, T], microbatch: int | None) -> dict[str, T]:
     return trained
 
 
-def _scales(scale: Mapping[str, Any], params: Mapping[str, T]) -> dict[T, Scale]:
-    """Returns the scales by parameter; refuses those that do not fit."""
-    scales: dict[T, Scale] = {}
+def _scales(scale: Mapping[str, Any], params: Mapping[str, T]) -> dict[Key, Scale]:
+    """Returns scales by the ids of the parameters; refuses those that do not fit."""
+    scales: dict[Key, Scale] = {}
     for name, divisor in scale.items():
         if name not in params:
             raise Refused(
@@ -332,11 +332,21 @@ def _scales(scale: Mapping[str, Any], params: Mapping[str, T]) -> dict[T, Scale]
             )
         parameter = params[name]
         is_whole = isinstance(divisor, T)
-        vectors = [divisor] if is_whole else list(divisor)
+        vectors = (divisor,) if is_whole else divisor
+        check_argument(
+            f"scale[{name!r}]",
+            vectors,
+            type(vectors) in (tuple, list) and all(isinstance(v, T) for v in vectors),
+            "a tensor or a tuple of tensors",
+            "Give what the gradients of the parameter are divided by.",
+        )
         shapes = [tuple(vector.shape) for vector in vectors]
-        widths = [shape[0] for shape in shapes if len(shape) == 1]
-        fits = len(widths) == len(shapes) and covers(parameter.shape, widths)
-        if not (shapes == [tuple(parameter.shape)] if is_whole else fits):
+        if is_whole:
+            fits = shapes[0] == tuple(parameter.shape)
+        else:
+            widths = [shape[0] for shape in shapes if len(shape) == 1]
+            fits = len(widths) == len(shapes) and covers(parameter.shape, widths)
+        if not fits:
             raise Refused(
                 f"scale[{name!r}] has shapes {shapes}, and the parameter has "
                 f"{tuple(parameter.shape)}.",
@@ -350,7 +360,7 @@ def _scales(scale: Mapping[str, Any], params: Mapping[str, T]) -> dict[T, Scale]
                 parameter="scale",
                 remedy="Clamp it from below: scale.clamp(min=1e-3).",
             )
-        scales[parameter] = [v.detach().to(parameter.device) for v in vectors]
+        scales[id(parameter)] = [v.detach().to(parameter.device) for v in vectors]
     return scales
 
 
