@@ -155,10 +155,10 @@ class Splits(_SharedOut, BatchSplittingSampler):
 
     def __iter__(self) -> Iterator[List[int]]:
         if hasattr(self.sampler, "__dict__"):
-            self.sampler.__dict__["is_split"] = True  # see optimizers/loop.py
+            self.sampler.__dict__["is_split"] = True  # see loop.py
         if self.place is None:
             return self._told(super().__iter__())
-        # Without workers only whole draws are counted (optimizers/loop.py), so that
+        # Without workers only whole draws are counted (loop.py), so that
         # each process may split them as it needs.
         workers = self.optimizer.ahead_of_workers
         parts = self._told(self._parts())
