@@ -281,7 +281,7 @@ def test_the_variance_follows_the_bound_the_parts_and_correlated_noise():
     sampling = opacus_ext.data.CyclicPoisson(sample_rate=0.5, bands=2)
     told, optimizer = told_by(noise=noise, sampling=sampling, poisson_sampling=True)
     std = 0.5 / optimizer.expected_batch_size
-    assert told[0] == pytest.approx((std / optimizer.correlated.coefficients[0]) ** 2)
+    assert told[0] == pytest.approx((std * optimizer.correlated.strategy.factor) ** 2)
     assert told[1] > told[0] * 1.1
 
 
