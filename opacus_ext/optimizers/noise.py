@@ -80,6 +80,14 @@ class NoisyOptimizer(Base):
             return 1.0
         return self.expected_batch_size * self.accumulated_iterations
 
+    @property
+    def noise_variance(self) -> float:
+        """The variance of the noise in an entry of the gradients that a step takes."""
+        std = self.gradient_noise_multiplier * self.sensitivity / self.divisor
+        if self.correlated is not None:
+            std *= self.correlated.std
+        return std**2
+
     # -- the generator -----------------------------------------------------------------
 
     def mix_noise(self) -> None:
@@ -214,6 +222,10 @@ class NoisyOptimizer(Base):
             self._add_noise(params)
             self._divided = self._divides
         self._sum_over_processes()
+        # An optimizer that allows for the noise (noise_aware.py) is told of it.
+        if hasattr(self.original_optimizer, "noise_variance"):
+            aware: Any = self.original_optimizer
+            aware.noise_variance = self.noise_variance
         for p in params:
             total = p.summed_grad
             if total.shape != p.shape:
