@@ -19,7 +19,7 @@ from opacus_ext.refused import Refused, check_number, describe
 
 
 def cyclic(
-    sampling: Optional[Sampling], bands: int, loader: DataLoader
+    sampling: Optional[Sampling], bands: int, loader: Optional[DataLoader] = None
 ) -> CyclicPoisson:
     """The sampling that correlated noise needs, of the same expected batch size."""
     if sampling is None:

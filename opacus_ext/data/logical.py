@@ -52,7 +52,8 @@ class LogicalBatches(Sampler):
     seed fixes them, and it goes on with new ones.
 
     Args:
-        draws: gives the record numbers of each logical batch
+        draws: a :class:`~opacus_ext.data.draws.Draws`, which says how records are
+            drawn, and how many batches an epoch has
         generator: random numbers of ``draws``
         physical_batch_size: the most records of a physical batch
         items: number of items of a logical batch, each of one physical batch. If there
@@ -85,11 +86,12 @@ class LogicalBatches(Sampler):
         return len(self.draws) * self.items
 
     def __iter__(self) -> Iterator[_Item]:
-        draws, start = iter(self.draws), self.start()
+        start, records = self.start(), self.draws.num_samples
         for draw in range(start, start + len(self.draws)):
             if isinstance(self.generator, torch.Generator):  # not of secure mode
                 self.generator.manual_seed(derive_seed(self.seed, "draw", draw))
-            drawn = np.array(next(draws), int)
+            sampling, generator = self.draws.sampling, self.generator
+            drawn = sampling.draw(records, generator, draw).numpy()
             rank, processes = self.process
             most = math.ceil(len(drawn) / processes)
             # As Opacus's BatchMemoryManager splits them, but an empty one is one.

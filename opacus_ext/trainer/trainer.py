@@ -30,9 +30,8 @@ from opacus_ext.data.logical import (
     derive_seed,
     logical_loader,
 )
-from opacus_ext.data.sampling import Poisson
+from opacus_ext.data.sampling import Poisson, Sampling
 from opacus_ext.data.users import unit_of
-from opacus_ext.engine import INDEPENDENT
 from opacus_ext.grad_sample.adapter.settings import settings_of
 from opacus_ext.grad_sample.core.groups import Samples, samples_of
 from opacus_ext.losses import RecordModel, sample_loss
@@ -44,7 +43,13 @@ from opacus_ext.private_torch import (
     tree_map,
     tree_unflatten,
 )
-from opacus_ext.private_training import Basis, PrivateTraining, Same, upgraded
+from opacus_ext.private_training import (
+    Basis,
+    PrivateTraining,
+    Same,
+    check_noise,
+    upgraded,
+)
 from opacus_ext.refused import Refused, describe
 from opacus_ext.runs import add_before, spent_by
 from opacus_ext.statement import PrivacyStatement
@@ -90,7 +95,8 @@ def _refuse_model(
     model: nn.Module, privacy: PrivacyArguments, processes: int = 1
 ) -> None:
     """Refuses a model that is not trained with these arguments."""
-    kind, noise = kind_of(model), "secure" if privacy.secure_mode else INDEPENDENT
+    kind = kind_of(model)
+    noise = check_noise(privacy.noise, privacy.target_epsilon, privacy.secure_mode)
     if processes > 1 and kind == "one process":
         kind = "DistributedDataParallel"
     mode, clipping = privacy.grad_sample_mode, privacy.clipping
@@ -312,8 +318,13 @@ class PrivateTrainer(Trainer):
         return -(-records // self.logical_batch_size)
 
     @property
-    def sampling(self) -> Poisson:
-        """Each record with the probability B / N, or B / ``public_records``."""
+    def sampling(self) -> Sampling:
+        """
+        Each record with the probability B / N, or B / ``public_records``; for
+        correlated noise from the parts of the data set in turn.
+        """
+        if self._training.sampling is not None:
+            return self._training.sampling
         if self.privacy.public_records is not None:
             public = self.privacy.public_records
             return public_batches(public, self.logical_batch_size)
@@ -369,19 +380,23 @@ class PrivateTrainer(Trainer):
         records = len(self.train_dataset)
         config = {**self._config, "max_steps": self.state.max_steps}
         done = 0 if training.saved is None else training.saved["step"]
-        noise = training.choose_noise(sampling, records, config, done)
+        noise, sampling = training.choose_strategy(
+            privacy.noise, sampling, records, optimizer, config, done
+        )
+        multiplier = training.choose_noise(sampling, records, config, done)
         self._set_training(self.model)  # from_pretrained leaves it in evaluation mode
         training.make_private(
             self.model,
             optimizer,
             DataLoader(self.train_dataset),
-            noise,
+            multiplier,
             self.args.device,
+            sampling,
+            noise=noise,
             max_grad_norm=privacy.per_sample_max_grad_norm,
             clipping=privacy.clipping,
             target_unclipped_quantile=privacy.target_unclipped_quantile,
             grad_sample_mode=privacy.grad_sample_mode,
-            sampling=sampling,
         )
         self.optimizer = training.optimizer
         training.keep(self._basis)
@@ -397,7 +412,7 @@ class PrivateTrainer(Trainer):
         names = "per_device_train_batch_size gradient_accumulation_steps world_size"
         names += " max_steps seed"
         basis: Basis = {("args", name): getattr(args, name) for name in names.split()}
-        privacy = asdict(self.privacy)
+        privacy = {**asdict(self.privacy), "noise": str(self.privacy.noise)}
         for name in _LOGGED:
             del privacy[name]
         basis.update({("privacy", name): value for name, value in privacy.items()})
@@ -597,6 +612,7 @@ class PrivateTrainer(Trainer):
         loader, config = self.get_train_dataloader(), asdict(self.privacy)
         for name in ("privacy_seed", "repeat_noise", *_LOGGED):
             del config[name]
+        config["noise"] = str(self.privacy.noise)
         config["records"] = len(self.train_dataset)
         config["logical_batch_size"] = self.logical_batch_size
         config["sample_rate"] = self.sampling.rate(config["records"])
