@@ -270,7 +270,7 @@ class PrivacyCallback(Callback):
             "secure_mode": training.engine.secure_mode,
             **{name: str(value) for name, value in self._kwargs.items()},
         }
-        if training.target_epsilon is not None:
+        if training.target_epsilon is not None or self.noise != INDEPENDENT:
             self._config["max_steps"] = _count_steps(trainer, sampling, size)
         self._undo.append(training.end)
         if trainer.ckpt_path:
@@ -280,9 +280,10 @@ class PrivacyCallback(Callback):
             training.refuse_spent(training.saved, "steps (max_epochs or max_steps)")
         training.seed = training.agreed(training.seed)
         noise, sampling = training.choose_strategy(
-            self.noise, sampling, size, plain[0], self._config, done
+            self.noise, sampling, loader, plain[0], self._config, done
         )
-        multiplier = training.choose_noise(sampling, size, self._config, done)
+        settings = self._config, done, noise
+        multiplier = training.choose_noise(sampling, size, *settings)
         most = self.max_physical_batch_size or size
         batches = training.logical_batches(sampling, size, most)
         criterion = training.make_private(
@@ -525,8 +526,9 @@ def _count_steps(trainer: Any, sampling: Sampling, records: int) -> int:
             steps = min(steps, trainer.max_steps)
     if not 0 < steps < math.inf:
         raise Refused(
-            "target_epsilon needs to know how many steps there will be.",
-            parameter="target_epsilon",
+            "A target_epsilon, or correlated noise, is for so many steps, and the "
+            "Trainer does not say how many there will be.",
+            parameter="max_epochs",
             remedy="Give the Trainer max_epochs or max_steps.",
         )
     return steps

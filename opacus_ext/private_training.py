@@ -31,7 +31,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import DataLoader
 
 from opacus_ext.accountants import noise_left
-from opacus_ext.budget import banded
+from opacus_ext.budget import banded, check_planned
 from opacus_ext.data.choice import cyclic
 from opacus_ext.data.draws import Draws, loader_like
 from opacus_ext.data.logical import LogicalBatches, PhysicalBatch, derive_seed
@@ -39,12 +39,12 @@ from opacus_ext.data.sampling import Sampling
 from opacus_ext.engine import INDEPENDENT
 from opacus_ext.grad_sample.modes.common import Attachment, private_model_of
 from opacus_ext.ledger import LEDGER, ledger_of
-from opacus_ext.optimizers import Banded
 from opacus_ext.optimizers.optimizer import ClippingOptimizer
 from opacus_ext.refused import Refused, check_number
 from opacus_ext.runs import ACCOUNTANT, RUNS, add_runs, runs_of, spent_by
 from opacus_ext.secure import SecureSource
 from opacus_ext.statement import PrivacyStatement, privacy_statement
+from opacus_ext.strategies import Banded, Strategy
 
 
 def check_budget(
@@ -86,7 +86,7 @@ def check_noise(
     """Refuses noise that no trainer draws. Returns the word of supported.py for it."""
     if noise == INDEPENDENT:
         return "secure" if secure_mode else INDEPENDENT
-    if noise != BANDED and not isinstance(noise, Banded):
+    if noise != BANDED and not isinstance(noise, Strategy):
         raise Refused(
             f"noise={noise!r} is no noise.",
             parameter="noise",
@@ -368,7 +368,7 @@ class PrivateTraining:
         self,
         noise: Any,
         sampling: Sampling,
-        records: int,
+        loader: DataLoader,
         optimizer: torch.optim.Optimizer,
         config: Mapping[str, Any],
         done: int,
@@ -379,15 +379,19 @@ class PrivateTraining:
         Args:
             noise: "independent", "banded" or a strategy of correlated noise
             sampling: as it is for independent noise
+            loader: of the records
             optimizer: tells its momentum
             config, done: see :meth:`choose_noise`
+
+        Raises:
+            Refused: for more steps than the noise is planned for
         """
         if noise == INDEPENDENT:
             return noise, sampling
         if noise == BANDED and self.saved is not None:
             noise = Banded(**self.saved["strategy"])
         elif noise == BANDED:
-            steps = config["max_steps"] - done
+            records, steps = len(loader.dataset), config["max_steps"] - done
             noise = banded(
                 sampling,
                 self.engine.accountant,
@@ -397,17 +401,25 @@ class PrivateTraining:
                 delta=self.target_delta,
                 epochs=(steps - 0.5) / sampling.steps_per_epoch(records),
             )
-        return noise, cyclic(sampling, noise.bands)
+        check_planned(noise, config["max_steps"])
+        return noise, cyclic(sampling, noise, loader)
 
     def choose_noise(
-        self, sampling: Sampling, records: int, config: Mapping[str, Any], done: int
+        self,
+        sampling: Sampling,
+        records: int,
+        config: Mapping[str, Any],
+        done: int,
+        noise: Any = INDEPENDENT,
     ) -> float:
         """
         Returns the noise multiplier of a run with these settings.
 
         Args:
-            config: as of :meth:`state_dict`; with a target, "max_steps" is in it
+            config: as of :meth:`state_dict`; "max_steps" is in it with a target, and
+                with correlated noise
             done: how many of these steps the checkpoint has that the run goes on from
+            noise: "independent", or the strategy of correlated noise
         """
         if self.noise_multiplier is not None:
             return self.noise_multiplier
@@ -418,7 +430,8 @@ class PrivateTraining:
 
         def record(trial: IAccountant, noise_multiplier: float) -> None:
             steps = config["max_steps"] - done
-            sampling.account(trial, records, noise_multiplier, steps)
+            strategy = noise if isinstance(noise, Strategy) else None
+            sampling.account(trial, records, noise_multiplier, steps, strategy)
 
         spent, epsilon = self._spent(self.saved), self.target_epsilon
         return noise_left(spent, epsilon, self.target_delta, record=record)
@@ -467,7 +480,7 @@ class PrivateTraining:
             **spent_by(self.engine),
             "config": config,
             "noise_multiplier": self.optimizer.noise_multiplier,
-            "strategy": None if noise is None else asdict(noise.plan),
+            "strategy": None if noise is None else asdict(noise.strategy),
             "bounds": self.optimizer.every_bound,
             "noise": None if self.noise is None else self.noise.get_state(),
             "seed": self.seed,

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import numbers
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Callable, Dict, Optional, Tuple
 
 from opacus_ext.accountants.whole import record_whole
 from opacus_ext.refused import Refused, check_number
+from opacus_ext.strategies import Participation, Strategy
 
 # A plan names a way to draw, and must not wait for the import of torch.
 if TYPE_CHECKING:
@@ -125,9 +127,17 @@ class Poisson:
             )
 
     def account(
-        self, accountant: Any, records: int, noise_multiplier: float, steps: int = 1
+        self,
+        accountant: Any,
+        records: int,
+        noise_multiplier: float,
+        steps: int = 1,
+        strategy: Optional[Strategy] = None,
     ) -> None:
-        """Records steps with an accountant, or a Composition."""
+        """
+        Records steps with an accountant, or a Composition. ``strategy`` is that of
+        correlated noise.
+        """
         _account(accountant, noise_multiplier, self.rate(records), steps)
 
     def hook(self, accountant: IAccountant, records: int) -> Callable[[Any], None]:
@@ -281,28 +291,64 @@ class CyclicPoisson(Poisson):
         import torch
 
         part = torch.arange(step % self.bands, records, self.bands)
-        return part[_drawn(len(part), self.bands * self.rate(records), generator)]
+        return part[_drawn(len(part), self._rate_of_round(records), generator)]
 
     def account(
-        self, accountant: Any, records: int, noise_multiplier: float, steps: int = 1
+        self,
+        accountant: Any,
+        records: int,
+        noise_multiplier: float,
+        steps: int = 1,
+        strategy: Optional[Strategy] = None,
     ) -> None:
-        """Records steps: each round of ``bands`` steps is one at a larger rate."""
-        rate, rounds = self.bands * self.rate(records), -(-steps // self.bands)
-        _account(accountant, noise_multiplier, rate, rounds)
+        """
+        Records the steps of a run: each round of ``bands`` steps is one at a larger
+        rate. If the rounds of a record are not independent, they are one release on all
+        records.
+        """
+        rounds = -(-steps // self.bands)
+        if strategy is None or strategy.span <= self.bands:
+            _account(accountant, noise_multiplier, self._rate_of_round(records), rounds)
+            return
+        sensitivity = strategy.sensitivity(Participation(self.bands, rounds))
+        _account(accountant, noise_multiplier / sensitivity, 1.0, 1)
+
+    def _rate_of_round(self, records: int) -> float:
+        """Returns the probability that a record is drawn in a round of its part."""
+        rate = self.bands * self.rate(records)
+        return 1.0 if rate > 1 - 1e-9 else rate
 
     def _count(self, accountant: IAccountant, records: int, optimizer: Any) -> None:
         noise = getattr(optimizer, "correlated", None)
-        if noise is None or noise.bands > self.bands:
+        if noise is None:
             raise Refused(
-                f"The batches are drawn for noise of {self.bands} bands.",
+                f"The batches are drawn for correlated noise, from {self.bands} parts.",
                 parameter="sampling",
                 remedy="Pass make_private(noise=...), which draws them so.",
             )
         # A step that failed after its noise was drawn has begun a round, too.
         begun = -(-noise.taken // self.bands)
         if begun > noise.counted:
-            super()._count(accountant, records, optimizer)
+            self._count_round(accountant, records, optimizer, begun)
             noise.counted = begun
+
+    def _count_round(
+        self, accountant: IAccountant, records: int, optimizer: Any, rounds: int
+    ) -> None:
+        """Records what the last of so many rounds adds."""
+        noise, multiplier = optimizer.correlated, optimizer.noise_multiplier
+        if noise.is_amplified:
+            _account(accountant, multiplier, self._rate_of_round(records), 1)
+            return
+        # Gaussian releases: the squares of their sensitivities add up.
+        sensitivity = noise.strategy.sensitivity
+        after = sensitivity(Participation(self.bands, rounds))
+        before = 0.0
+        if rounds > 1:
+            before = sensitivity(Participation(self.bands, rounds - 1))
+        added = math.sqrt(max(after**2 - before**2, 0.0))
+        if added:
+            _account(accountant, multiplier / added, 1.0, 1)
 
     def describe(self, records: int) -> Dict[str, Any]:
         """Returns plain numbers and names for the privacy statement."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import secrets
 import weakref
 from collections import defaultdict
@@ -23,7 +24,7 @@ from opacus.optimizers.optimizer import _check_processed_flag, _mark_as_processe
 from torch.distributed.tensor import DTensor
 
 from opacus_ext.ledger import note_beside
-from opacus_ext.optimizers.banded import BandedNoise
+from opacus_ext.optimizers.correlated import CorrelatedNoise
 from opacus_ext.optimizers.draws import state_of
 from opacus_ext.refused import Refused
 from opacus_ext.secure import (
@@ -58,7 +59,7 @@ class NoisyOptimizer(Base):
 
     rank = 0  # of the process
     looks_ahead = 1  # batches that a loader draws ahead if Accelerate has prepared it
-    correlated: Optional[BandedNoise] = None  # set by make_private
+    correlated: Optional[CorrelatedNoise] = None  # set by make_private
     ledger: Any = None  # of its engine, set by make_private
     _divides = False  # True in a step, where add_noise() also divides
     _divided = False  # True if it has, so that scale_grad() does not
@@ -298,11 +299,11 @@ class NoisyOptimizer(Base):
         generator: Optional[torch.Generator],
     ) -> torch.Tensor:
         """This step's noise for some parameters."""
-        if self.correlated is None:
+        if self.correlated is None or generator is None:
             return _normal(like, shape, std, generator)
-        noise = _normal(like, shape, 1.0, generator)
         name = (self._share(params[0]), *self._places_of(params))
-        row = self.correlated(name, noise)
+        draw = functools.partial(_normal, like, shape, 1.0)
+        row = self.correlated(name, draw, generator)
         return row.mul_(std).to(like.dtype)
 
     # -- checkpoints -------------------------------------------------------------------
@@ -346,8 +347,11 @@ class NoisyOptimizer(Base):
             return
         groups = self.param_groups
         shares = {self._share(p) for group in groups for p in group["params"]}
-        past = {name: x for name, x in state["past"].items() if name[0] in shares}
-        self.correlated.load_state_dict({**state, "past": past})
+        kept = {
+            key: {name: x for name, x in state[key].items() if name[0] in shares}
+            for key in ("past", "states")
+        }
+        self.correlated.load_state_dict({**state, **kept})
 
     def _check_kind(self, state: Optional[Mapping[str, Any]]) -> None:
         if (state is None) != (self.correlated is None):

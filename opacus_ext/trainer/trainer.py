@@ -32,6 +32,7 @@ from opacus_ext.data.logical import (
 )
 from opacus_ext.data.sampling import Poisson, Sampling
 from opacus_ext.data.users import unit_of
+from opacus_ext.engine import INDEPENDENT
 from opacus_ext.grad_sample.adapter.settings import settings_of
 from opacus_ext.grad_sample.core.groups import Samples, samples_of
 from opacus_ext.losses import RecordModel, sample_loss
@@ -380,15 +381,16 @@ class PrivateTrainer(Trainer):
         records = len(self.train_dataset)
         config = {**self._config, "max_steps": self.state.max_steps}
         done = 0 if training.saved is None else training.saved["step"]
+        loader: DataLoader = DataLoader(self.train_dataset)
         noise, sampling = training.choose_strategy(
-            privacy.noise, sampling, records, optimizer, config, done
+            privacy.noise, sampling, loader, optimizer, config, done
         )
-        multiplier = training.choose_noise(sampling, records, config, done)
+        multiplier = training.choose_noise(sampling, records, config, done, noise)
         self._set_training(self.model)  # from_pretrained leaves it in evaluation mode
         training.make_private(
             self.model,
             optimizer,
-            DataLoader(self.train_dataset),
+            loader,
             multiplier,
             self.args.device,
             sampling,
@@ -616,7 +618,8 @@ class PrivateTrainer(Trainer):
         config["records"] = len(self.train_dataset)
         config["logical_batch_size"] = self.logical_batch_size
         config["sample_rate"] = self.sampling.rate(config["records"])
-        if self.privacy.target_epsilon is not None:  # for so many it chose the noise
+        has_budget = self.privacy.target_epsilon is not None
+        if has_budget or self.privacy.noise != INDEPENDENT:  # chosen for so many
             values = self.set_initial_training_values(self.args, loader)
             config["max_steps"] = values[-1]
         return config
