@@ -83,7 +83,7 @@ BANDED = "banded"  # noise of as many bands as suit the budget
 def check_noise(
     noise: Any, target_epsilon: Optional[float], secure_mode: bool = False
 ) -> str:
-    """Refuses noise that no trainer draws. Returns the word of supported.py for it."""
+    """Refuses noise that no trainer draws; returns supported.py's word for it."""
     if noise == INDEPENDENT:
         return "secure" if secure_mode else INDEPENDENT
     if noise != BANDED and not isinstance(noise, Strategy):
@@ -103,8 +103,8 @@ def check_noise(
         raise Refused(
             f"noise={BANDED!r} chooses the number of bands for a target_epsilon.",
             parameter="noise",
-            remedy="Give target_epsilon in the place of noise_multiplier, or the number "
-            "yourself: opacus_ext.optimizers.Banded(bands=8, steps=1000).",
+            remedy="Give target_epsilon in the place of noise_multiplier, or choose "
+            "the number: opacus_ext.optimizers.Banded(bands=8, steps=1000).",
         )
     return "banded"
 

@@ -15,6 +15,7 @@ L = pytest.importorskip("lightning.pytorch")
 
 from torchmetrics import MeanMetric  # noqa: E402
 
+from opacus_ext.strategies import Banded  # noqa: E402
 from tests import processes  # noqa: E402
 from tests.lightning_test import (  # noqa: E402
     BATCH,
@@ -94,6 +95,7 @@ def trained(
     )
     settings = dict(repeat_noise=True, seed=SEED, target_epsilon=6.0)
     settings["max_physical_batch_size"] = given.pop("physical", None)
+    settings["noise"] = given.pop("noise", "independent")
     callback, seen = privacy(mode, **settings), Seen()
     given = {"max_steps": 9, "enable_checkpointing": True, **given}
     lightning = trainer(callback, seen, checkpoint, **given)
@@ -115,6 +117,7 @@ CASES = {
     "hooks": {"mode": "hooks", "physical": 2},
     "manual": {"automatic": False},
     "workers": {"mode": "auto", "workers": 2, "physical": 1},
+    "correlated": {"noise": Banded(2, 9)},
 }
 
 

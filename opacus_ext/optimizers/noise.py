@@ -181,8 +181,12 @@ class NoisyOptimizer(Base):
         A hash of the generator's state before this step; None if it draws no noise.
 
         Raises:
-            Refused: if an earlier step began with this state
+            Refused: if an earlier step began with this state, and for correlated noise
+                that has lost what it is to take back
         """
+        if self.correlated is not None:
+            shares = {self._share(p) for p in self.params}
+            self.correlated.check_shares(shares - {None})
         if self.secure_mode or not self.noise_multiplier:
             return None
         if not self._draws_noise():

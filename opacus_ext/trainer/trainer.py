@@ -58,8 +58,10 @@ from opacus_ext.supported import Run, kind_of, refuse
 from opacus_ext.trainer.arguments import PrivacyArguments
 from opacus_ext.trainer.checkpoint import (
     forget_state,
+    read_noise,
     read_spent,
     read_state,
+    write_noise,
     write_spent,
     write_state,
 )
@@ -154,7 +156,8 @@ class PrivateTrainer(Trainer):
     What weights have spent is saved beside them, in privacy.json, and
     ``create_model_card`` puts :meth:`privacy_statement` into the model card. A
     checkpoint has privacy.pt as well, with the random state of the noise: whoever has
-    it can subtract the noise, so do not publish it.
+    it can subtract the noise, so do not publish it. Of a sharded model with correlated
+    noise each process writes and reads a file of its own, noise_0.pt and so on.
 
     On several processes B is times their number, and each has its share of a logical
     batch. ``TrainingArguments(fsdp=True, fsdp_config={...})`` shards the model by
@@ -676,6 +679,9 @@ class PrivateTrainer(Trainer):
             state["monitor"] = self._monitor.state_dict()
         if self.args.should_save:
             write_state(output_dir, state)
+        noise = self._training.optimizer.correlated
+        if self._is_sharded and noise is not None:
+            write_noise(output_dir, self.args.process_index, noise.state_dict())
 
     def _if_sharded(self, change: Callable[[Any], Any]) -> Any:
         """Changes the optimizer within a context, if the model is sharded."""
@@ -686,6 +692,9 @@ class PrivateTrainer(Trainer):
     def _load_optimizer_and_scheduler(self, checkpoint: Optional[str]) -> None:
         with self._if_sharded(loads_whole):
             super()._load_optimizer_and_scheduler(checkpoint)
+        noise = self._training.optimizer.correlated
+        if checkpoint and self._is_sharded and noise is not None:
+            noise.load_state_dict(read_noise(checkpoint, self.args.process_index))
         if self.privacy.repeat_noise:
             self._training.repeat_noise()
 
