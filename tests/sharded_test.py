@@ -31,7 +31,6 @@ from torch.utils.data import TensorDataset
 from opacus_ext import clipped_grads, per_sample_grads
 from opacus_ext.data import Poisson
 from opacus_ext.grad_sample.core.vmap import is_batched
-from opacus_ext.optimizers import Banded
 from tests import processes
 from tests.common import clipped_sum, make_private, next_token_loss, norms_of, oracle
 from tests.processes import (
@@ -461,10 +460,6 @@ REFUSED = {
         )
         for mode in ("hooks", "functorch")
     },
-    "noise": (
-        lambda: PLAIN.private(sharded(), noise=Banded(bands=2, steps=4)),
-        "Correlated noise is not drawn",
-    ),
     "part": (private_part, "Call fully_shard on the whole model, last"),
     "ignored": (lambda: private_part(ignores=True), "table.weight is not sharded"),
     "meta": (without_values, "table.weight is on the meta device"),

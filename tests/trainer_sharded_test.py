@@ -209,10 +209,10 @@ def jobs(folder, size):
     if size == 3:
         given = dict(resume=f"{folder}/adam/{SAVED}", **ADAM)
         other = f"{folder}/correlated/{SAVED}"
-        fewer = lambda: trained(f"{folder}/fewer", other, **CASES["correlated"])
+        given_noise = {"resume": other, **CASES["correlated"]}
         return {
             "adam": lambda: trained(f"{folder}/three", **given),
-            "fewer": lambda: refusal(fewer),
+            "fewer": lambda: refusal(trained, f"{folder}/fewer", **given_noise),
         }
     made = {
         name: functools.partial(trained, f"{folder}/{name}", **given)
@@ -300,8 +300,9 @@ def test_resumed_by_three_and_by_two_from_one(alone, group):
 
 def test_correlated_noise_of_fewer_shards_is_refused(alone, group):
     group(2).of("correlated")
-    *_, said = group(3).of("fewer")
-    assert "noise_2.pt is missing" in said and "as many processes" in said
+    *others, missing = group(3).of("fewer")
+    assert "noise_2.pt is missing" in missing and "as many processes" in missing
+    assert all("another share of the model" in said for said in others)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "lora", "by user"])

@@ -184,9 +184,7 @@ class NoisyOptimizer(Base):
             Refused: if an earlier step began with this state, and for correlated noise
                 that has lost what it is to take back
         """
-        if self.correlated is not None:
-            shares = {self._share(p) for p in self.params}
-            self.correlated.check_shares(shares - {None})
+        self.check_rows()
         if self.secure_mode or not self.noise_multiplier:
             return None
         if not self._draws_noise():
@@ -203,6 +201,15 @@ class NoisyOptimizer(Base):
                 remedy="Seed it once, before make_private, and not in the loop.",
             )
         return state
+
+    def check_rows(self) -> None:
+        """
+        Raises:
+            Refused: if correlated noise has lost what it is to take back
+        """
+        if self.correlated is not None:
+            shares = {self._share(p) for p in self.params}
+            self.correlated.check_shares(shares - {None})
 
     def _note_noise(self, state: Optional[int]) -> None:
         """Notes the state that a step's noise was drawn from."""
@@ -361,10 +368,12 @@ class NoisyOptimizer(Base):
         if (state is None) != (self.correlated is None):
             raise Refused(
                 "The checkpoint is of a run with "
-                f"{'independent' if state is None else 'correlated'} noise, and this "
-                "one has the other kind.",
+                f"{'independent' if state is None else 'correlated'} noise, or leaves "
+                "the noise out, and this run has the other kind.",
                 parameter="noise",
-                remedy="Pass make_private the noise that the run began with.",
+                remedy="Pass make_private the noise that the run began with. "
+                "torch.distributed.checkpoint takes optimizer.original_optimizer, and "
+                "each process what optimizer.correlated.state_dict() returns.",
             )
 
 
