@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 
+from opacus_ext.accountants.mechanisms import count_of
 from opacus_ext.data.choice import public_batches, public_sampling
 from opacus_ext.data.copies import refuse_copies
 from opacus_ext.data.draws import count_records
@@ -320,8 +321,11 @@ class PrivacyCallback(Callback):
         records, sampling = count_records(loader.dataset), self.sampling
         if sampling is not None and self.public_records is not None:  # is refused
             return public_sampling(sampling, loader, self.public_records)
-        if sampling is not None and sampling.is_public:
-            return replace(sampling, steps=sampling.steps_per_epoch(records))
+        if sampling is not None and (sampling.is_public or sampling.allocates):
+            steps = sampling.steps_per_epoch(records)
+            return (
+                replace(sampling, steps=steps) if sampling.steps is None else sampling
+            )
         if sampling is not None:
             return replace(sampling, steps=len(loader))
         assert loader.batch_size is not None
@@ -372,7 +376,7 @@ class PrivacyCallback(Callback):
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *given: Any) -> None:
         """Refuses a draw that took no step, or several."""
-        steps = self._steps() - self._before
+        steps = _steps_of(self._training) - self._before
         if steps != 1:
             raise Refused(
                 f"{type(pl_module).__name__} took {steps} steps with one batch, which "
@@ -381,13 +385,6 @@ class PrivacyCallback(Callback):
                 remedy="Call manual_backward and the optimizer's step once each, and "
                 "leave out an optimizer_step() of your own that skips some.",
             )
-
-    def _steps(self) -> int:
-        """Returns the number of steps so far."""
-        noise = self._training.optimizer.correlated
-        if noise is not None:
-            return noise.taken
-        return sum(steps for *_, steps in self.engine.accountant.history)
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         """Logs epsilon."""
@@ -483,7 +480,7 @@ class PrivacyCallback(Callback):
                     "on_fit_start.",
                 )
             training.draw = batches[-1].draw + 1
-            self._before = self._steps()
+            self._before = _steps_of(self._training)
             optimizer.drop_logical_batch()  # one that failed in its middle
             for batch in batches:
                 optimizer.zero_grad()
@@ -515,7 +512,8 @@ class PrivacyCallback(Callback):
 def _count_steps(trainer: Any, sampling: Sampling, records: int) -> int:
     """Returns the number of steps that the Trainer will take."""
     steps = trainer.estimated_stepping_batches
-    if sampling.is_public and trainer.max_epochs not in (None, -1):
+    is_own = sampling.is_public or sampling.allocates
+    if is_own and trainer.max_epochs not in (None, -1):
         # Lightning has counted the batches of the user's loader.
         limit = trainer.limit_train_batches
         batches = sampling.steps_per_epoch(records)
@@ -532,6 +530,12 @@ def _count_steps(trainer: Any, sampling: Sampling, records: int) -> int:
             remedy="Give the Trainer max_epochs or max_steps.",
         )
     return steps
+
+
+def _steps_of(training: PrivateTraining) -> int:
+    """Returns the number of steps that were counted."""
+    counted = count_of(training.engine.accountant.history)
+    return getattr(training.optimizer, "steps_taken", counted)
 
 
 def _is_drawn(batch: Any) -> bool:

@@ -31,7 +31,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import DataLoader
 
 from opacus_ext.accountants import noise_left
+from opacus_ext.accountants.mechanisms import count_of
 from opacus_ext.budget import banded, check_planned
+from opacus_ext.data.allocation import Begun
 from opacus_ext.data.choice import cyclic
 from opacus_ext.data.draws import Draws, loader_like
 from opacus_ext.data.logical import LogicalBatches, PhysicalBatch, derive_seed
@@ -218,6 +220,7 @@ class PrivateTraining:
         """Returns what draws the logical batches of the run."""
         generator = SecureSource() if self.engine.secure_mode else torch.Generator()
         self.sampler = Draws(sampling, records, generator)
+        self.sampler.numbered = lambda: self.draw
         order: Dict[str, Any] = {"items": items, "seed": self.seed}
         order.update(process=self.process, start=lambda: self.draw)
         self.batches = LogicalBatches(
@@ -273,7 +276,10 @@ class PrivateTraining:
         runs_of(self.engine)[-1]["target_delta"] = self.target_delta
         if self.saved is not None and self.optimizer.adaptive is not None:
             self.optimizer.adaptive.set_bound(*self.saved["bounds"])
-        self.optimizer.draws, self._taken = None, _Taken()  # they have numbers
+        # They have numbers.
+        self.optimizer.draws, self.sampler.taken, self._taken = None, None, _Taken()
+        if self.sampler.sampling.allocates:
+            self.optimizer.begun_epochs = self._begun()
         private = private_model_of(module)
         if private is not None:
             private.passes.counter = self._taken
@@ -281,6 +287,17 @@ class PrivateTraining:
             attached: Any = module.autograd_grad_sample_hooks
             attached.append(Attachment(private, called))
         return criterion[0] if criterion else None
+
+    def _begun(self) -> Begun:
+        """Returns the allocations of the run, of which a checkpoint may have some."""
+        sampler, steps = self.sampler, self.sampler.sampling.steps
+        if self.engine.secure_mode:  # each is drawn once, also after a checkpoint
+            return Begun(lambda: sampler.begun)
+        begun = Begun(lambda: -(-self.draw // steps))
+        if self.saved is not None:
+            begun.recorded = -(-self.saved["draw"] // steps)
+            begun.noise_multiplier = self.saved["noise_multiplier"]
+        return begun
 
     @contextmanager
     def taking(self, batch: PhysicalBatch) -> Iterator[None]:
@@ -463,7 +480,7 @@ class PrivateTraining:
             spent = float(accountant.get_epsilon(self.target_delta))
         # The noise was chosen to leave less than this.
         if spent > epsilon - 0.01:
-            steps = sum(steps for *_, steps in accountant.history)
+            steps = count_of(accountant.history)
             raise Refused(
                 f"target_epsilon={epsilon} is spent: the {steps} steps so far have "
                 f"spent {spent:.2f}.",
@@ -496,9 +513,10 @@ class PrivateTraining:
         """
         kind = saved[ACCOUNTANT]["mechanism"]
         # Older ones don't say these.
-        defaults = {"secure_mode": False, "accountant": kind, "noise": INDEPENDENT}
-        before = {**defaults, **saved["config"]}
-        config = {"accountant": self.engine.accountant.mechanism(), **config}
+        defaults = {"secure_mode": False, "sampling": "poisson", "noise": INDEPENDENT}
+        before = {**defaults, "accountant": kind, **saved["config"]}
+        own = self.engine.accountant.mechanism()
+        config = {**defaults, "accountant": own, **config}
         may_change = _PLAN if config["noise"] == INDEPENDENT else ()
         changed = "; ".join(
             f"{key}: {before.get(key)!r} there, {config.get(key)!r} here"

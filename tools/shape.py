@@ -57,6 +57,7 @@ ROWS = (
     "re_attention",
     "layers",
     "losses releases models",
+    "loop",
     "monitor misuse validators budget",
     "modes",
     "engine statement checkpoints runs",

@@ -86,12 +86,13 @@ class LogicalBatches(Sampler):
         return len(self.draws) * self.items
 
     def __iter__(self) -> Iterator[_Item]:
-        start, records = self.start(), self.draws.num_samples
+        draws, start = iter(self.draws), self.start()
+        sampling = getattr(self.draws, "sampling", None)
         for draw in range(start, start + len(self.draws)):
             if isinstance(self.generator, torch.Generator):  # not of secure mode
-                self.generator.manual_seed(derive_seed(self.seed, "draw", draw))
-            sampling, generator = self.draws.sampling, self.generator
-            drawn = sampling.draw(records, generator, draw).numpy()
+                first = draw if sampling is None else sampling.drawn_at(draw)
+                self.generator.manual_seed(derive_seed(self.seed, "draw", first))
+            drawn = np.array(next(draws), int)
             rank, processes = self.process
             most = math.ceil(len(drawn) / processes)
             # As Opacus's BatchMemoryManager splits them, but an empty one is one.

@@ -47,6 +47,8 @@ class CorrelatedNoise:
         self.counted = 0  # rounds of ``separation`` steps, by the accountant
         self.noise_multiplier: Optional[float] = None  # of the run, from its first step
         self.trained: Optional[List[int]] = None  # the same
+        #: The bins of records, where they are drawn once for the run.
+        self.allocation: Optional[torch.Tensor] = None
         self._past: Dict[Name, torch.Tensor] = {}  # [memory, ...]
         self._states: Dict[Name, torch.Tensor] = {}  # of generators
 
@@ -181,7 +183,14 @@ class CorrelatedNoise:
 
     def state_dict(self) -> Dict[str, Any]:
         """To go on with; whoever has it can take noise off the gradients."""
-        names = ("taken", "counted", "noise_multiplier", "trained", "separation")
+        names = (
+            "taken",
+            "counted",
+            "noise_multiplier",
+            "trained",
+            "separation",
+            "allocation",
+        )
         kept = {name: getattr(self, name) for name in names}
         plan = {"strategy": type(self.strategy).__name__, **vars(self.strategy)}
         return {"plan": plan, **kept, "past": self._past, "states": self._states}
@@ -203,5 +212,6 @@ class CorrelatedNoise:
             )
         self.taken, self.noise_multiplier = state["taken"], state["noise_multiplier"]
         self.trained, self.counted = state["trained"], state["counted"]
+        self.allocation = state["allocation"]
         self._past = {name: x.clone() for name, x in state["past"].items()}
         self._states = {name: x.cpu().clone() for name, x in state["states"].items()}

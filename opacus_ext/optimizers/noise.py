@@ -23,9 +23,9 @@ from opacus.optimizers import DPOptimizer
 from opacus.optimizers.optimizer import _check_processed_flag, _mark_as_processed
 from torch.distributed.tensor import DTensor
 
+from opacus_ext.data.spent import state_of
 from opacus_ext.ledger import note_beside
 from opacus_ext.optimizers.correlated import CorrelatedNoise
-from opacus_ext.optimizers.draws import state_of
 from opacus_ext.refused import Refused
 from opacus_ext.secure import (
     SecureSource,

@@ -37,12 +37,12 @@ from opacus_ext.clipping import (
     ClippingFunction,
     check_parameters,
 )
+from opacus_ext.data.spent import NOT_TAKEN
 from opacus_ext.grad_sample.adapter.passes import Passes
 from opacus_ext.grad_sample.core.clip import ClippedSum
 from opacus_ext.grad_sample.factors import GradSample
 from opacus_ext.ledger import note_beside, note_broken
 from opacus_ext.optimizers.adaptive import ADAPTIVE, AdaptiveBound
-from opacus_ext.optimizers.draws import NOT_TAKEN
 from opacus_ext.optimizers.noise import NoisyOptimizer, divide, on_this_process
 from opacus_ext.refused import Refused, warn_once
 from opacus_ext.tables import in_a_line
@@ -72,6 +72,8 @@ class ClippingOptimizer(NoisyOptimizer):
     run: Any = None  # its entry in ``runs``, set by make_private
     count: Any = None  # counts a step in accountant and ledger, set by make_private
     _step_hook: Any = None  # see step_hook
+    begun_epochs: Any = None  # of batches that are drawn at once: data/allocation.py
+    steps_taken = 0  # and counted
     #: The largest number of physical batches that are drawn before a step on the first.
     ahead = 0
     _unfinished: Optional[_Unfinished] = None

@@ -64,7 +64,7 @@ class InverseBanded(Strategy):
 def _filter(strategy: InverseBanded) -> Filter:
     start = inverse_root(strategy.bands, strategy.momentum)
     if strategy.separation is None or strategy.bands == 1:
-        return Filter(tuple(start), (1.0,))
+        return Filter(tuple(map(float, start)), (1.0,))
     found, _ = least(
         lambda rest: Filter((1.0, *rest), (1.0,)),
         start[1:],

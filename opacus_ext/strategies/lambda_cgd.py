@@ -71,7 +71,7 @@ def _correlation(strategy: LambdaCGD) -> float:
         return float(strategy.correlation)
     found, _ = least(
         lambda numbers: Filter((1.0, -float(_share(numbers[0]))), (1.0,)),
-        [0.0],
+        np.zeros(1),
         strategy.steps,
         strategy.momentum,
         strategy.separation,

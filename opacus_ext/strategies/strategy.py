@@ -247,7 +247,7 @@ def sums(steps: int, momentum: float) -> NDArray:
 
 def least(
     strategy_of: Callable[[NDArray], Filter],
-    start: Sequence[float],
+    start: NDArray,
     steps: int,
     momentum: float,
     separation: Optional[int],
@@ -277,7 +277,7 @@ def least(
             error = np.mean(np.cumsum(left * left)) * lagged_norm(c, apart, times) ** 2
         return math.log(error) if 0 < error < 1e100 else 250.0
 
-    best = np.asarray(start, dtype=float)
+    best = start
     for _ in range(3):  # a search by differences ends early where they are rough
         found = minimize(objective, best, method="BFGS", options={"gtol": 1e-7})
         gained = objective(best) - found.fun
