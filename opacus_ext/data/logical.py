@@ -52,8 +52,7 @@ class LogicalBatches(Sampler):
     seed fixes them, and it goes on with new ones.
 
     Args:
-        draws: a :class:`~opacus_ext.data.draws.Draws`, which says how records are
-            drawn, and how many batches an epoch has
+        draws: gives the record numbers of each logical batch
         generator: random numbers of ``draws``
         physical_batch_size: the most records of a physical batch
         items: number of items of a logical batch, each of one physical batch. If there
