@@ -35,7 +35,7 @@ from opacus_ext.accountants.mechanisms import count_of
 from opacus_ext.budget import banded, check_planned
 from opacus_ext.data.allocation import Begun
 from opacus_ext.data.choice import cyclic
-from opacus_ext.data.draws import Draws, loader_like
+from opacus_ext.data.draws import Draws, count_records, loader_like
 from opacus_ext.data.logical import LogicalBatches, PhysicalBatch, derive_seed
 from opacus_ext.data.sampling import Sampling
 from opacus_ext.engine import INDEPENDENT
@@ -408,7 +408,8 @@ class PrivateTraining:
         if noise == BANDED and self.saved is not None:
             noise = Banded(**self.saved["strategy"])
         elif noise == BANDED:
-            records, steps = len(loader.dataset), config["max_steps"] - done
+            assert self.target_epsilon is not None  # check_noise has asked for it
+            records, steps = count_records(loader.dataset), config["max_steps"] - done
             noise = banded(
                 sampling,
                 self.engine.accountant,
