@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from opacus_ext import Refused
-from opacus_ext.optimizers import AdamBC, Banded, ScaledAdam
+from opacus_ext.optimizers import AdamBC, ScaledAdam
 from opacus_ext.statement import read_statement
 
 from .common import assert_same
@@ -433,12 +433,6 @@ REFUSED = {
         "training loader",
     ),
     "two loaders": ({}, dict(make=lambda: [loader()] * 2), "training loader"),
-    # Its draws would be accounted for as those of CyclicPoisson.
-    "correlated noise": (
-        {},
-        dict(settings={"noise": Banded(bands=2, steps=6)}),
-        "no correlated noise",
-    ),
 }
 STEPS = {"accumulates later": RECORDS // BATCH + 1, "another optimizer": 2}
 
