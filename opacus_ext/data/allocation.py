@@ -50,6 +50,10 @@ class _Allocating(Poisson):
         """Returns the entry of an accountant's history for so many epochs."""
         raise NotImplementedError
 
+    def allocate(self, records: int, generator: Any) -> torch.Tensor:
+        """Returns the numbers of the batches of each record, ``[records, k]``."""
+        raise NotImplementedError
+
     def step_of(self, noise_multiplier: float, records: int) -> Tuple[float, float]:
         """Returns noise and rate of the entry, as accountants have them."""
         return self.entry(noise_multiplier)[:2]
@@ -144,7 +148,7 @@ class RandomAllocation(_Allocating):
         return step - step % self.steps
 
     def allocate(self, records: int, generator: Any) -> torch.Tensor:
-        """Returns the numbers of the batches that each record is in, ``[records, k]``"""
+        """Returns the numbers of the batches of each record, ``[records, k]``."""
         import torch
 
         chosen = torch.empty(records, self.selected, dtype=torch.int64)
@@ -173,7 +177,7 @@ class BallsInBins(_Allocating):
     in turn, the same in each epoch.
 
     With independent noise this costs much more than :class:`RandomAllocation` as soon
-    as there are several epochs: these are one allocation with noise that is sqrt(epochs)
+    as there are several epochs: E of them are one allocation with noise that is sqrt(E)
     times less. It is for noise that is correlated over the steps of an epoch.
 
     Args:
