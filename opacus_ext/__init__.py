@@ -53,6 +53,7 @@ if TYPE_CHECKING:  # __getattr__ imports these
         releases,
         secure,
         statement,
+        strategies,
         trainer,
     )
     from opacus_ext.trainer import PrivacyArguments, PrivateTrainer

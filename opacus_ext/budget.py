@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from typing import Optional
 
 import torch
 from opacus.accountants.accountant import IAccountant
@@ -11,7 +12,9 @@ from opacus.accountants.accountant import IAccountant
 from opacus_ext.accountants import calibration, noise_left
 from opacus_ext.accountants.prv import PRVBoundsAccountant
 from opacus_ext.data.sampling import Sampling
-from opacus_ext.optimizers.banded import Banded, choose_bands
+from opacus_ext.refused import Refused
+from opacus_ext.strategies import Strategy
+from opacus_ext.strategies.banded import Banded, choose_bands
 
 
 def noise_of_run(
@@ -22,22 +25,37 @@ def noise_of_run(
     epsilon: float,
     delta: float,
     epochs: float,
+    strategy: Optional[Strategy] = None,
 ) -> float:
     """
     The noise multiplier of a run on so many records, for a budget of which the
-    accountant's history is a part.
+    accountant's history is a part. ``strategy`` is that of correlated noise.
 
     Raises:
-        Refused: if nothing is left of the budget
+        Refused: if nothing is left of the budget, and for more steps than correlated
+            noise is planned for
     """
     sampling.check(records)
     steps = max(math.ceil(epochs * sampling.steps_per_epoch(records)), 1)
+    if strategy is not None:
+        check_planned(strategy, steps)
 
     def account(trial: IAccountant, noise_multiplier: float) -> None:
         """Adds the run to a trial."""
-        sampling.account(trial, records, noise_multiplier, steps)
+        sampling.account(trial, records, noise_multiplier, steps, strategy)
 
     return noise_left(accountant, epsilon, delta, record=account)
+
+
+def check_planned(strategy: Strategy, steps: int) -> None:
+    """Refuses a run of more steps than correlated noise is planned for."""
+    if steps > strategy.steps:
+        raise Refused(
+            f"{strategy} is planned for {strategy.steps} steps, and the run has "
+            f"{steps}.",
+            parameter="noise",
+            remedy=f"Give it steps={steps}, or fewer epochs.",
+        )
 
 
 def banded(

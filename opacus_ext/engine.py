@@ -49,7 +49,7 @@ from opacus_ext.accountants.mechanisms import count_of, refuse_mixed
 from opacus_ext.accountants.stock import in_place_of
 from opacus_ext.accountants.whole import count_whole
 from opacus_ext.budget import banded, noise_of_run
-from opacus_ext.data.allocation import Begun
+from opacus_ext.data.allocation import BallsInBins, Begun
 from opacus_ext.data.choice import (
     check_drawn,
     check_sampling,
@@ -59,20 +59,21 @@ from opacus_ext.data.choice import (
     stock_sampling,
 )
 from opacus_ext.data.draws import Draws, PoissonLoader, count_records
-from opacus_ext.data.sampling import Poisson, Sampling, plain
+from opacus_ext.data.sampling import CyclicPoisson, Poisson, Sampling, plain
 from opacus_ext.grad_sample.modes import common
 from opacus_ext.grad_sample.modes.ghost import ClippedCriterion
 from opacus_ext.ledger import ledger_of, note_trained, with_steps
+from opacus_ext.loop import watch_loader, watch_steps
 from opacus_ext.losses import PerSample
 from opacus_ext.modes import find_mode, find_optimizer, name_of, refuse_unfit
 from opacus_ext.optimizers import adaptive
-from opacus_ext.optimizers.banded import Banded, BandedNoise
-from opacus_ext.optimizers.loop import watch_loader, watch_steps
+from opacus_ext.optimizers.correlated import CorrelatedNoise
 from opacus_ext.optimizers.optimizer import ClippingOptimizer
 from opacus_ext.refused import Refused
 from opacus_ext.runs import add_run, count_steps, runs_of
 from opacus_ext.secure import SecureSource
 from opacus_ext.statement import privacy_statement
+from opacus_ext.strategies import Strategy
 from opacus_ext.supported import ADAPTIVE_ENGINE, Run, kind_of, refuse
 from opacus_ext.tables import in_a_line
 
@@ -174,7 +175,7 @@ class PrivacyEngine(opacus.PrivacyEngine):
         wrap_model: bool = True,
         rand_on_empty: bool = False,
         sampling: Optional[Sampling] = None,
-        noise: Union[str, Banded] = INDEPENDENT,
+        noise: Union[str, Strategy] = INDEPENDENT,
         take: Optional[Callable[[Any, int], Any]] = None,
         shared: Sequence[str] = (),
         on_nonfinite: str = "drop",
@@ -199,8 +200,8 @@ class PrivacyEngine(opacus.PrivacyEngine):
             sampling: how batches are drawn, in the place of ``poisson_sampling``:
                 ``Poisson``, ``RandomAllocation``, ``TruncatedPoisson`` or another of
                 :mod:`opacus_ext.data`
-            noise: "independent" from step to step, or
-                :class:`~opacus_ext.optimizers.banded.Banded`, correlated noise, which
+            noise: "independent" from step to step, or a strategy of correlated noise
+                (:mod:`opacus_ext.strategies`), such as ``Banded``, which
                 ``make_private_with_epsilon(noise="banded")`` chooses
             take: ``take(inputs, i)`` takes sample ``i`` out of the inputs of the model,
                 as a batch of one, for inputs that are no tensors ``[B, ...]``; it
@@ -255,12 +256,12 @@ class PrivacyEngine(opacus.PrivacyEngine):
         run = _run_of(self, module, noise, grad_sample_mode, clipping)
         refuse(run, type(module).__name__)
         refuse_unfit(module, is_new, optimizer, grad_sample_mode, clipping)
-        correlated = _correlated(noise)
         place = _place_of(module)
         divisor = plain(expected_batch_size)
         sampling = chosen_sampling(sampling, data_loader, public_records, divisor)
-        chosen = sampling, correlated, module, data_loader
+        chosen = sampling, _strategy_of(noise), module, data_loader
         sampling = _sampling(self, *chosen, **given)
+        correlated = _correlated(_strategy_of(noise), sampling)
         loader = data_loader
         if sampling is not None:
             loader = loader_of(sampling, place, data_loader, batch_first, rand_on_empty)
@@ -329,7 +330,7 @@ class PrivacyEngine(opacus.PrivacyEngine):
         target_delta: float,
         epochs: float,
         sampling: Optional[Sampling] = None,
-        noise: Union[str, Banded] = INDEPENDENT,
+        noise: Union[str, Strategy] = INDEPENDENT,
         **kwargs: Any,
     ) -> Any:
         """``make_private`` with the least noise for a budget."""
@@ -358,8 +359,9 @@ class PrivacyEngine(opacus.PrivacyEngine):
             run = poisson, self.accountant, records, optimizer
             noise = banded(*run, **budget)
         drawn = sampling
-        if isinstance(noise, Banded):
-            drawn = cyclic(sampling, noise.bands, loader)
+        strategy = _strategy_of(noise)
+        if strategy is not None:
+            drawn = cyclic(sampling, strategy, loader)
         if drawn is None:
             # Of 3 epochs of 75 batches Opacus plans int(3 / (1 / 75)) = 224 steps.
             steps = math.ceil(epochs * len(loader))
@@ -372,7 +374,7 @@ class PrivacyEngine(opacus.PrivacyEngine):
             )
         else:
             kwargs["noise_multiplier"] = noise_of_run(
-                drawn, self.accountant, records, **budget
+                drawn, self.accountant, records, strategy=strategy, **budget
             )
             made = self.make_private(sampling=sampling, noise=noise, **kwargs)
         runs_of(self)[-1]["target_delta"] = target_delta
@@ -606,10 +608,10 @@ def _place_of(module: nn.Module) -> Optional[Tuple[int, int]]:
     return dist.get_rank(), dist.get_world_size()
 
 
-def _refuse_insecure(correlated: Optional[BandedNoise], poisson_sampling: bool) -> None:
+def _refuse_insecure(strategy: Optional[Strategy], poisson_sampling: bool) -> None:
     """Refuses what would draw noise or batches from another source in secure mode."""
     what = None
-    if correlated is not None:
+    if strategy is not None:
         what = "Correlated noise"
     elif not poisson_sampling:
         what = "poisson_sampling=False, which leaves the loader as it is,"
@@ -627,7 +629,7 @@ def _refuse_insecure(correlated: Optional[BandedNoise], poisson_sampling: bool) 
 def _run_of(
     engine: opacus.PrivacyEngine,
     module: nn.Module,
-    noise: Union[str, Banded],
+    noise: Union[str, Strategy],
     mode: str,
     clipping: Any,
 ) -> Run:
@@ -655,24 +657,35 @@ def _clipped_criterion(
     return ClippedCriterion(module, optimizer, criterion, loss_reduction)
 
 
-def _correlated(noise: Union[str, Banded]) -> Optional[BandedNoise]:
-    """Makes the noise that the optimizer is to add; None if it is independent."""
+def _strategy_of(noise: Union[str, Strategy]) -> Optional[Strategy]:
+    """Returns the strategy of correlated noise; None if it is independent."""
+    if isinstance(noise, Strategy):
+        return noise
     if noise == INDEPENDENT:
         return None
-    if not isinstance(noise, Banded):
-        raise Refused(
-            f"noise={noise!r} is neither {INDEPENDENT!r} nor a Banded.",
-            parameter="noise",
-            remedy="Give opacus_ext.optimizers.Banded(bands, steps), or leave it "
-            'to make_private_with_epsilon(noise="banded") to choose one.',
-        )
-    return BandedNoise(noise)
+    raise Refused(
+        f"noise={noise!r} is neither {INDEPENDENT!r} nor a strategy of correlated "
+        "noise.",
+        parameter="noise",
+        remedy="Give opacus_ext.optimizers.Banded(bands, steps) or another one, or "
+        'leave it to make_private_with_epsilon(noise="banded") to choose one.',
+    )
+
+
+def _correlated(
+    strategy: Optional[Strategy], sampling: Optional[Sampling]
+) -> Optional[CorrelatedNoise]:
+    """Makes the noise that the optimizer is to add; None if it is independent."""
+    if strategy is None:
+        return None
+    assert isinstance(sampling, (CyclicPoisson, BallsInBins))
+    return CorrelatedNoise(strategy, sampling.separation)
 
 
 def _sampling(
     engine: opacus.PrivacyEngine,
     sampling: Optional[Sampling],
-    correlated: Optional[BandedNoise],
+    strategy: Optional[Strategy],
     module: nn.Module,
     data_loader: DataLoader,
     *,
@@ -680,10 +693,10 @@ def _sampling(
     **others: Any,
 ) -> Optional[Sampling]:
     """Chooses how batches are drawn; None for Opacus's own loader, or the given."""
-    if correlated is not None:
-        sampling = cyclic(sampling, correlated.bands, data_loader)
+    if strategy is not None:
+        sampling = cyclic(sampling, strategy, data_loader)
     if engine.secure_mode:
-        _refuse_insecure(correlated, poisson_sampling)
+        _refuse_insecure(strategy, poisson_sampling)
         sampling = sampling or stock_sampling(data_loader)
     if sampling is not None:
         check_sampling(sampling, poisson_sampling)
@@ -761,7 +774,7 @@ def _count(
     engine: opacus.PrivacyEngine,
     made: Any,
     sampling: Optional[Sampling],
-    correlated: Optional[BandedNoise],
+    correlated: Optional[CorrelatedNoise],
     place: Optional[Tuple[int, int]],
     divisor: Optional[float],
     **given: Any,
@@ -787,8 +800,8 @@ def _count(
     if correlated is not None:
         optimizer.correlated = correlated
         loader.batch_sampler.taken = lambda: correlated.taken
-    bands = 1 if correlated is None else correlated.bands
-    optimizer.run = add_run(engine, sampling, made, bands, divisor, **given)
+        loader.batch_sampler.keeper = correlated
+    optimizer.run = add_run(engine, sampling, made, correlated, divisor, **given)
     groups = optimizer.param_groups
     note_trained(engine, (p for group in groups for p in group["params"]))
     if hasattr(optimizer, "spent"):  # not one of Opacus's own

@@ -119,9 +119,7 @@ class Ledger:
         """Returns the settings of other engines' runs on the same parameters."""
         return [run for other in self.others if other.history for run in other.runs]
 
-    def add(
-        self, noise_multiplier: float, sample_rate: float, steps: int = 1
-    ) -> None:
+    def add(self, noise_multiplier: float, sample_rate: float, steps: int = 1) -> None:
         """Adds steps."""
         add_steps(self.history, noise_multiplier, sample_rate, steps)
 

@@ -311,7 +311,9 @@ class PrivacyCallback(Callback):
             return public_sampling(sampling, loader, self.public_records)
         if sampling is not None and (sampling.is_public or sampling.allocates):
             steps = sampling.steps_per_epoch(records)
-            return replace(sampling, steps=steps) if sampling.steps is None else sampling
+            return (
+                replace(sampling, steps=steps) if sampling.steps is None else sampling
+            )
         if sampling is not None:
             return replace(sampling, steps=len(loader))
         assert loader.batch_size is not None

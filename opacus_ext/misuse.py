@@ -2,7 +2,7 @@
 Checks of the arguments of ``make_private``, before anything is changed.
 
 What would void the guarantee, or can't work, is refused. What holds but is seldom meant
-gives one warning. ``optimizers.loop`` checks training loops.
+gives one warning. ``opacus_ext.loop`` checks training loops.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from opacus_ext.accountants.mechanisms import Mechanism
 from opacus_ext.accountants.solver import default_delta
 from opacus_ext.data.copies import refuse_copies
 from opacus_ext.data.sampling import Sampling
-from opacus_ext.optimizers.loop import LOOPS, plain
+from opacus_ext.loop import LOOPS, plain
 from opacus_ext.refused import Refused, check_argument, check_number, warn_once
 
 _POISSON = UniformWithReplacementSampler, DistributedUniformWithReplacementSampler

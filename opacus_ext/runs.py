@@ -15,6 +15,7 @@ from opacus_ext.accountants.whole import record_whole
 from opacus_ext.data.sampling import Sampling
 from opacus_ext.data.users import unit_of
 from opacus_ext.ledger import LEDGER, difference, ledger_of, with_steps
+from opacus_ext.optimizers.correlated import CorrelatedNoise
 
 #: Attribute of an engine and key of its checkpoints: one entry per ``make_private``.
 RUNS = "opacus_ext_runs"
@@ -37,7 +38,7 @@ def add_run(
     engine: opacus.PrivacyEngine,
     sampling: Optional[Sampling],
     made: Any,
-    bands: int,
+    correlated: Optional[CorrelatedNoise] = None,
     divisor: Optional[float] = None,
     *,
     clipping: Any = "flat",
@@ -52,7 +53,7 @@ def add_run(
     Args:
         sampling: how batches are drawn; None: by Opacus's loader
         made: returned by ``make_private``
-        bands: of correlated noise; 1 for independent noise
+        correlated: noise; None if it is independent
         divisor: of the sum of gradients, if it is known; by default Opacus's
         clipping: an argument of ``make_private``, as all that follow
     """
@@ -88,7 +89,9 @@ def add_run(
         "records_are_private": private,
         "unit": unit_of(loader.dataset),
         "sampling": described,
-        "bands": bands,
+        "bands": 1 if correlated is None else correlated.separation,
+        "strategy": None if correlated is None else repr(correlated.strategy),
+        "amplified": correlated is None or correlated.is_amplified,
         "secure_mode": bool(engine.secure_mode),
         "versions": installed_versions(),
     }

@@ -313,7 +313,7 @@ def state(
     drawn = [is_drawn(noise, rate) for noise, rate, _ in accountant.history]
     unrecorded = ledger.unrecorded or not runs
     private = all(run.get("records_are_private") for run in runs) and not unrecorded
-    holds, more = _conditions(runs, bands, drawn, unit, unrecorded)
+    holds, more = _conditions(runs, drawn, unit, unrecorded)
     if mixed:
         holds, more = "no", [*mixed, *more]
     infinite = math.isinf(epsilon)
@@ -406,7 +406,6 @@ def _several(unit: str) -> str:
 
 def _conditions(
     runs: List[Dict[str, Any]],
-    bands: List[int],
     drawn: List[bool],
     unit: str,
     unrecorded: bool,
@@ -441,13 +440,28 @@ def _conditions(
     if broken:
         holds = "no"
         notes += dict.fromkeys(broken)
-    notes += [
-        f"The noise of {b} steps in a row is correlated, and they draw from {b} parts "
-        f"of the data set in turn. What is counted are rounds of {b} steps. One {unit} "
-        "that is removed leaves all others in their parts."
-        for b in bands
-    ]
+    notes += dict.fromkeys(
+        _correlated(run, unit) for run in runs if run.get("bands", 1) > 1
+    )
     return holds, notes
+
+
+def _correlated(run: Mapping[str, Any], unit: str) -> str:
+    """Says what is counted of a run with correlated noise."""
+    b = run["bands"]
+    correlated = f"{b} steps in a row"
+    counted = f"rounds of {b} steps"
+    if not run.get("amplified", True):
+        correlated = f"all steps ({run['strategy']})"
+        counted += (
+            ", each with what it adds to the sensitivity of all steps so far, as if it "
+            "were on all of the data: that batches are drawn at random counts nothing"
+        )
+    return (
+        f"The noise of {correlated} is correlated, and they draw from {b} parts of the "
+        f"data set in turn. What is counted are {counted}. One {unit} that is removed "
+        "leaves all others in their parts."
+    )
 
 
 def _with_all_steps(
@@ -579,7 +593,8 @@ def _mechanism(run: Mapping[str, Any], unit: str) -> str:
         )
     noise = "Gaussian noise"
     if bands > 1:
-        noise += f" that is correlated over {bands} steps"
+        over = f"{bands}" if run.get("amplified", True) else "all"
+        noise += f" that is correlated over {over} steps"
     return (
         f"the gradient of each {unit} is clipped to {bound} "
         f"({run['clipping']} clipping); {noise} is added to their sum"

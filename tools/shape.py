@@ -51,12 +51,13 @@ PRIVATE, PRIVATE_LINES = "opacus_ext/private_torch.py", 135
 #: own, and of its own row. Parts of grad_sample import those before them.
 ROWS = (
     "private_torch refused progress tables views",
-    "secure clipping ledger",
+    "secure clipping ledger strategies",
     "grad_sample accountants",
     "take peft distributed optimizers data supported",
     "re_attention",
     "layers",
     "losses releases models",
+    "loop",
     "monitor misuse validators budget",
     "modes",
     "engine statement checkpoints runs",

@@ -17,8 +17,8 @@ from opacus_ext.audit import canaries as inserted
 from opacus_ext.audit.bounds import gaussian_epsilon
 from opacus_ext.audit.report import Audit, Finding
 from opacus_ext.checks import subject
+from opacus_ext.data.spent import NOT_TAKEN
 from opacus_ext.engine import PrivacyEngine
-from opacus_ext.optimizers.draws import NOT_TAKEN
 from opacus_ext.private_torch import tree_map
 from opacus_ext.progress import progress
 from opacus_ext.refused import Refused

@@ -7,8 +7,14 @@ from typing import TYPE_CHECKING, Any, Callable, Dict, Optional, Tuple
 
 from opacus_ext.accountants.mechanisms import Allocated, Binned, Fixed, Truncated
 from opacus_ext.accountants.whole import add_steps
-from opacus_ext.data.sampling import Poisson, random_keys
+from opacus_ext.data.sampling import (
+    Poisson,
+    account_rounds,
+    count_rounds,
+    random_keys,
+)
 from opacus_ext.refused import Refused, check_number, warn_once
+from opacus_ext.strategies import Strategy
 
 if TYPE_CHECKING:
     import torch
@@ -51,7 +57,7 @@ class _Allocating(Poisson):
         raise NotImplementedError
 
     def allocate(self, records: int, generator: Any) -> torch.Tensor:
-        """Returns the numbers of the batches of each record, ``[records, k]``."""
+        """Returns the numbers of each record's batches, ``[records, k]``"""
         raise NotImplementedError
 
     def step_of(self, noise_multiplier: float, records: int) -> Tuple[float, float]:
@@ -59,7 +65,12 @@ class _Allocating(Poisson):
         return self.entry(noise_multiplier)[:2]
 
     def account(
-        self, accountant: Any, records: int, noise_multiplier: float, steps: int = 1
+        self,
+        accountant: Any,
+        records: int,
+        noise_multiplier: float,
+        steps: int = 1,
+        strategy: Optional[Strategy] = None,
     ) -> None:
         """Records steps with an accountant, or a Composition: epochs, rounded up."""
         epochs = -(-steps // self.steps_per_epoch(records))
@@ -148,7 +159,7 @@ class RandomAllocation(_Allocating):
         return step - step % self.steps
 
     def allocate(self, records: int, generator: Any) -> torch.Tensor:
-        """Returns the numbers of the batches of each record, ``[records, k]``."""
+        """Returns the numbers of each record's batches, ``[records, k]``"""
         import torch
 
         chosen = torch.empty(records, self.selected, dtype=torch.int64)
@@ -177,8 +188,8 @@ class BallsInBins(_Allocating):
     in turn, the same in each epoch.
 
     With independent noise this costs much more than :class:`RandomAllocation` as soon
-    as there are several epochs: E of them are one allocation with noise that is sqrt(E)
-    times less. It is for noise that is correlated over the steps of an epoch.
+    as there are several epochs: they are one allocation with noise that is
+    sqrt(epochs) times less. It is for noise that is correlated.
 
     Args:
         bins: b, the length of an epoch
@@ -197,25 +208,58 @@ class BallsInBins(_Allocating):
         object.__setattr__(self, "sample_rate", 1 / self.bins)
         super().__post_init__()
 
-    def entry(
-        self, noise_multiplier: float, epochs: int = 1, bands: int = 1
-    ) -> Tuple[float, float, int]:
-        """
-        Returns the entry of an accountant's history for so many epochs.
+    @property
+    def separation(self) -> int:
+        """The number of steps between two of one record."""
+        return self.bins
 
-        Args:
-            bands: of the noise, which must divide the number of bins. With the bin
-                modulo ``bands`` known, no two of the others have a row of the strategy
-                matrix in common
-        """
-        if self.bins % bands:
-            raise Refused(
-                f"Noise of {bands} bands, and {self.bins} bins.",
-                parameter="bins",
-                remedy="Give a number of bins that is a multiple of the bands.",
-            )
-        kind = Binned(noise_multiplier, self.bins // bands)
+    def entry(
+        self, noise_multiplier: float, epochs: int = 1
+    ) -> Tuple[float, float, int]:
+        """Returns the entry of an accountant's history for so many epochs."""
+        kind = Binned(noise_multiplier, self.bins)
         return kind, kind.rate, epochs
+
+    def kind_of_round(
+        self, noise_multiplier: float, records: int, strategy: Optional[Strategy]
+    ) -> Optional[Tuple[float, float]]:
+        """
+        Returns noise and rate of an epoch with correlated noise; None if more than one
+        epoch's steps are correlated.
+
+        Let the bin be known modulo b, for a b that divides the number of bins and is
+        not less than the number of bands. Of the bins that are left, no two meet
+        columns of the strategy that have a row in common, in any epochs, so that this
+        is an allocation to as many bins as are left. By joint convexity it is a bound.
+        """
+        assert strategy is not None
+        wide = range(strategy.span, self.bins + 1)
+        known = next((b for b in wide if self.bins % b == 0), None)
+        if known is None:
+            return None
+        kind = Binned(noise_multiplier, self.bins // known)
+        return kind, kind.rate
+
+    def account(
+        self,
+        accountant: Any,
+        records: int,
+        noise_multiplier: float,
+        steps: int = 1,
+        strategy: Optional[Strategy] = None,
+    ) -> None:
+        """Records steps with an accountant, or a Composition: epochs, rounded up."""
+        if strategy is None:
+            super().account(accountant, records, noise_multiplier, steps)
+            return
+        rounds = -(-steps // self.bins)
+        account_rounds(self, accountant, records, noise_multiplier, rounds, strategy)
+
+    def _count(self, accountant: Any, records: int, optimizer: Any) -> None:
+        if optimizer.correlated is None:
+            super()._count(accountant, records, optimizer)
+        else:
+            count_rounds(self, accountant, records, optimizer)
 
     def drawn_at(self, step: int) -> int:
         """Returns the first step of the run, at which the bins are drawn."""

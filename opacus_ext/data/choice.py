@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, Optional, Tuple
+from typing import Any, Optional, Tuple, Union
 
 from opacus.utils.uniform_sampler import UniformWithReplacementSampler
 from torch.utils.data import DataLoader
 
+from opacus_ext.data.allocation import BallsInBins
 from opacus_ext.data.draws import count_records
 from opacus_ext.data.sampling import (
     CyclicPoisson,
@@ -16,24 +17,32 @@ from opacus_ext.data.sampling import (
     plain_count,
 )
 from opacus_ext.refused import Refused, check_number, describe
+from opacus_ext.strategies import Banded, Strategy
 
 
 def cyclic(
-    sampling: Optional[Sampling], bands: int, loader: DataLoader
-) -> CyclicPoisson:
-    """The sampling that correlated noise needs, of the same expected batch size."""
+    sampling: Optional[Sampling], strategy: Strategy, loader: DataLoader
+) -> Union[CyclicPoisson, BallsInBins]:
+    """
+    The sampling that correlated noise needs, of the same expected batch size: from as
+    many parts as steps until noise is independent again, so that sampling amplifies
+    privacy, or else from one part for each step of an epoch.
+    """
+    if isinstance(sampling, (CyclicPoisson, BallsInBins)):
+        return sampling
     if sampling is None:
-        return CyclicPoisson(bands=bands, sample_rate=1 / len(loader))
-    if type(sampling) is Poisson:
-        return CyclicPoisson(bands=bands, **vars(sampling))
-    if not isinstance(sampling, CyclicPoisson) or sampling.bands != bands:
+        sampling = Poisson(sample_rate=1 / len(loader))
+    if type(sampling) is not Poisson:
         raise Refused(
-            f"Noise of {bands} bands needs CyclicPoisson of as many parts, not "
-            f"{sampling}.",
+            f"Correlated noise needs CyclicPoisson or BallsInBins, not {sampling}.",
             parameter="sampling",
             remedy="Leave sampling out.",
         )
-    return sampling
+    records = count_records(loader.dataset)
+    parts = min(max(int(1 / sampling.rate(records) + 1e-9), 1), records)
+    if isinstance(strategy, Banded):
+        parts = strategy.bands
+    return CyclicPoisson(bands=parts, **vars(sampling))
 
 
 def public_sampling(

@@ -79,6 +79,7 @@ class Draws(_SharedOut, UniformWithReplacementSampler):
         self.numbered: Optional[Callable[[], int]] = None
         self.begun = 0  # epochs whose batches were drawn at once
         self.allocation: Any = None  # of the run; None if it is to be drawn anew
+        self.keeper: Any = None  # keeps the allocation, if a checkpoint must have it
         self._epoch = _Epoch()  # of a run that numbers draws
 
     def __iter__(self) -> Iterator[List[int]]:
@@ -105,11 +106,12 @@ class Draws(_SharedOut, UniformWithReplacementSampler):
         first = step - step % sampling.steps
         if first != epoch.first:
             self.begun += 1
-            epoch.first, epoch.allocation = first, self.allocation
+            keeper = self if self.keeper is None else self.keeper
+            epoch.first, epoch.allocation = first, keeper.allocation
             if epoch.allocation is None:
                 epoch.allocation = sampling.allocate(records, generator)
             if sampling.keeps_allocation:
-                self.allocation = epoch.allocation
+                keeper.allocation = epoch.allocation
         return sampling.batch(epoch.allocation, step)
 
     def _shared(self) -> torch.Generator:
@@ -183,10 +185,10 @@ class Splits(_SharedOut, BatchSplittingSampler):
 
     def __iter__(self) -> Iterator[List[int]]:
         if hasattr(self.sampler, "__dict__"):
-            self.sampler.__dict__["is_split"] = True  # see optimizers/loop.py
+            self.sampler.__dict__["is_split"] = True  # see loop.py
         if self.place is None:
             return self._told(super().__iter__())
-        # Without workers only whole draws are counted (optimizers/loop.py), so that
+        # Without workers only whole draws are counted (loop.py), so that
         # each process may split them as it needs.
         workers = self.optimizer.ahead_of_workers
         parts = self._told(self._parts())

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import numbers
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Callable, ClassVar, Dict, Optional, Tuple
 
 from opacus_ext.accountants.whole import add_steps, record_whole
 from opacus_ext.refused import Refused, check_number
+from opacus_ext.strategies import Participation, Strategy
 
 # A plan names a way to draw, and must not wait for the import of torch.
 if TYPE_CHECKING:
@@ -134,9 +136,17 @@ class Poisson:
             )
 
     def account(
-        self, accountant: Any, records: int, noise_multiplier: float, steps: int = 1
+        self,
+        accountant: Any,
+        records: int,
+        noise_multiplier: float,
+        steps: int = 1,
+        strategy: Optional[Strategy] = None,
     ) -> None:
-        """Records steps with an accountant, or a Composition."""
+        """
+        Records steps with an accountant, or a Composition. ``strategy`` is that of
+        correlated noise.
+        """
         _account(accountant, *self.step_of(noise_multiplier, records), steps)
 
     def step_of(self, noise_multiplier: float, records: int) -> Tuple[float, float]:
@@ -300,29 +310,92 @@ class CyclicPoisson(Poisson):
         import torch
 
         part = torch.arange(step % self.bands, records, self.bands)
-        return part[_drawn(len(part), self.bands * self.rate(records), generator)]
+        return part[_drawn(len(part), self._rate_of_round(records), generator)]
+
+    @property
+    def separation(self) -> int:
+        """The least number of steps between two of one record."""
+        return self.bands
+
+    def kind_of_round(
+        self, noise_multiplier: float, records: int, strategy: Optional[Strategy]
+    ) -> Optional[Tuple[float, float]]:
+        """
+        Returns noise and rate of a round of steps, as accountants have them; None if
+        the rounds of a record are not independent.
+        """
+        if strategy is not None and strategy.span > self.bands:
+            return None
+        return noise_multiplier, self._rate_of_round(records)
 
     def account(
-        self, accountant: Any, records: int, noise_multiplier: float, steps: int = 1
+        self,
+        accountant: Any,
+        records: int,
+        noise_multiplier: float,
+        steps: int = 1,
+        strategy: Optional[Strategy] = None,
     ) -> None:
-        """Records steps: each round of ``bands`` steps is one at a larger rate."""
-        rate, rounds = self.bands * self.rate(records), -(-steps // self.bands)
-        _account(accountant, noise_multiplier, rate, rounds)
+        """Records the steps of a run, by rounds of ``bands`` steps."""
+        rounds = -(-steps // self.bands)
+        account_rounds(self, accountant, records, noise_multiplier, rounds, strategy)
+
+    def _rate_of_round(self, records: int) -> float:
+        """Returns the probability that a record is drawn in a round of its part."""
+        rate = self.bands * self.rate(records)
+        return 1.0 if rate > 1 - 1e-9 else rate
 
     def _count(self, accountant: IAccountant, records: int, optimizer: Any) -> None:
-        noise = getattr(optimizer, "correlated", None)
-        if noise is None or noise.bands > self.bands:
+        if getattr(optimizer, "correlated", None) is None:
             raise Refused(
-                f"The batches are drawn for noise of {self.bands} bands.",
+                f"The batches are drawn for correlated noise, from {self.bands} parts.",
                 parameter="sampling",
                 remedy="Pass make_private(noise=...), which draws them so.",
             )
-        # A step that failed after its noise was drawn has begun a round, too.
-        begun = -(-noise.taken // self.bands)
-        if begun > noise.counted:
-            super()._count(accountant, records, optimizer)
-            noise.counted = begun
+        count_rounds(self, accountant, records, optimizer)
 
     def describe(self, records: int) -> Dict[str, Any]:
         """Returns plain numbers and names for the privacy statement."""
         return {**super().describe(records), "scheme": "cyclic_poisson"}
+
+
+def account_rounds(
+    sampling: Any,
+    accountant: Any,
+    records: int,
+    noise_multiplier: float,
+    rounds: int,
+    strategy: Optional[Strategy],
+    known: int = 0,
+) -> None:
+    """
+    Records rounds of ``sampling.separation`` steps, in each of which a record has one
+    step at most, but for those that are ``known``. If rounds are not independent, they
+    are one release on all records, and of Gaussian releases the squares of the
+    sensitivities add up.
+    """
+    kind = sampling.kind_of_round(noise_multiplier, records, strategy)
+    if kind is not None:
+        _account(accountant, *kind, rounds - known)
+        return
+    assert strategy is not None
+    square = 0.0
+    for sign, times in ((1, rounds), (-1, known)):
+        if times:
+            participation = Participation(sampling.separation, times)
+            square += sign * strategy.sensitivity(participation) ** 2
+    if square > 0:
+        _account(accountant, noise_multiplier / math.sqrt(square), 1.0, 1)
+
+
+def count_rounds(
+    sampling: Any, accountant: IAccountant, records: int, optimizer: Any
+) -> None:
+    """Records the round that the step of an optimizer has begun, if it has."""
+    noise, multiplier = optimizer.correlated, float(optimizer.noise_multiplier)
+    # A step that failed after its noise was drawn has begun a round, too.
+    begun, known = -(-noise.taken // sampling.separation), noise.counted
+    if begun > known:
+        run = records, multiplier, begun, noise.strategy, known
+        account_rounds(sampling, accountant, *run)
+        noise.counted = begun

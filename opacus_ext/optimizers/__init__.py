@@ -1,5 +1,10 @@
 """Optimizers whose noise matches the sensitivity of clipping; correlated noise."""
 
-from opacus_ext.optimizers.banded import Banded
+from opacus_ext.strategies import (
+    Banded,
+    BufferedToeplitz,
+    InverseBanded,
+    LambdaCGD,
+)
 
-__all__ = ["Banded"]
+__all__ = ["Banded", "BufferedToeplitz", "InverseBanded", "LambdaCGD"]

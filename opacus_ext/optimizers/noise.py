@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import secrets
 import weakref
 from collections import defaultdict
@@ -12,9 +13,9 @@ from opacus.optimizers import DPOptimizer
 from opacus.optimizers.optimizer import _check_processed_flag, _mark_as_processed
 from torch.distributed.tensor import DTensor
 
+from opacus_ext.data.spent import state_of
 from opacus_ext.ledger import note_beside
-from opacus_ext.optimizers.banded import BandedNoise
-from opacus_ext.optimizers.draws import state_of
+from opacus_ext.optimizers.correlated import CorrelatedNoise
 from opacus_ext.refused import Refused
 from opacus_ext.secure import (
     SecureSource,
@@ -48,7 +49,7 @@ class NoisyOptimizer(Base):
 
     rank = 0  # of the process
     looks_ahead = 1  # batches that a loader draws ahead if Accelerate has prepared it
-    correlated: Optional[BandedNoise] = None  # set by make_private
+    correlated: Optional[CorrelatedNoise] = None  # set by make_private
     ledger: Any = None  # of its engine, set by make_private
     _divides = False  # True in a step, where add_noise() also divides
     _divided = False  # True if it has, so that scale_grad() does not
@@ -281,10 +282,11 @@ class NoisyOptimizer(Base):
         generator: Optional[torch.Generator],
     ) -> torch.Tensor:
         """This step's noise for some parameters."""
-        if self.correlated is None:
+        if self.correlated is None or generator is None:
             return _normal(like, shape, std, generator)
-        noise = _normal(like, shape, 1.0, generator)
-        row = self.correlated((self.rank, *self._places_of(params)), noise)
+        name = (self.rank, *self._places_of(params))
+        draw = functools.partial(_normal, like, shape, 1.0)
+        row = self.correlated(name, draw, generator)
         return row.mul_(std).to(like.dtype)
 
     # -- checkpoints -------------------------------------------------------------------

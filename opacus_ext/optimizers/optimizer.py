@@ -37,12 +37,12 @@ from opacus_ext.clipping import (
     ClippingFunction,
     check_parameters,
 )
+from opacus_ext.data.spent import NOT_TAKEN
 from opacus_ext.grad_sample.adapter.passes import Passes
 from opacus_ext.grad_sample.core.clip import ClippedSum
 from opacus_ext.grad_sample.factors import GradSample
 from opacus_ext.ledger import note_beside, note_broken
 from opacus_ext.optimizers.adaptive import ADAPTIVE, AdaptiveBound
-from opacus_ext.optimizers.draws import NOT_TAKEN
 from opacus_ext.optimizers.noise import NoisyOptimizer, divide, on_this_process
 from opacus_ext.refused import Refused, warn_once
 from opacus_ext.tables import in_a_line

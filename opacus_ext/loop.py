@@ -29,6 +29,7 @@ from torch.utils.data import (
 
 from opacus_ext.data.draws import Counted, Draws
 from opacus_ext.data.logical import seeded
+from opacus_ext.data.spent import DrawCounter, state_of
 from opacus_ext.grad_sample.adapter.inputs import InputReader
 from opacus_ext.grad_sample.adapter.mixing import (
     Sent,
@@ -37,7 +38,6 @@ from opacus_ext.grad_sample.adapter.mixing import (
 )
 from opacus_ext.grad_sample.adapter.passes import Passes, mark
 from opacus_ext.ledger import ledger_of, note_broken
-from opacus_ext.optimizers.draws import DrawCounter, state_of
 from opacus_ext.optimizers.optimizer import ClippingOptimizer
 from opacus_ext.private_torch import tree_leaves
 from opacus_ext.refused import Refused, warn_once

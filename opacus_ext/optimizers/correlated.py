@@ -1,0 +1,186 @@
+"""The stream of correlated noise that an optimizer adds."""
+
+from __future__ import annotations
+
+from typing import Any, Callable, Dict, Hashable, List, Mapping, Optional
+
+import numpy as np
+import torch
+from scipy.signal import lfilter
+
+from opacus_ext import strategies
+from opacus_ext.refused import Refused
+from opacus_ext.strategies import Strategy
+
+
+class CorrelatedNoise:
+    """
+    The rows of ``C^-1 Z``, one a step, from those of ``Z``.
+
+    A strategy computes a row from what was kept of the rows before, as many tensors of
+    the size of the model, in float32 or wider, as its ``memory``; or from rows of ``Z``
+    that are drawn again from the states of their generator, if it ``draws_again``. Of
+    several processes, that which adds the noise of a parameter keeps its rows.
+
+    Args:
+        strategy: C
+        separation: least steps between two of one record. If columns of C that are so
+            far apart have no row in common, the run may take more steps than planned
+    """
+
+    def __init__(self, strategy: Strategy, separation: int):
+        self.strategy, self.separation = strategy, separation
+        self.taken = 0  # steps
+        self.counted = 0  # rounds of ``separation`` steps, by the accountant
+        self.noise_multiplier: Optional[float] = None  # of the run, from its first step
+        self.trained: Optional[List[int]] = None  # the same
+        #: The bins of records, where they are drawn once for the run.
+        self.allocation: Optional[torch.Tensor] = None
+        self._past: Dict[Hashable, torch.Tensor] = {}  # [memory, ...]
+        self._states: Dict[Hashable, torch.Tensor] = {}  # of generators
+
+    @property
+    def is_amplified(self) -> bool:
+        """True if each participation of a record is a mechanism of its own."""
+        return self.strategy.span <= self.separation
+
+    def __call__(
+        self,
+        name: Hashable,
+        draw: Callable[[torch.Generator], torch.Tensor],
+        generator: torch.Generator,
+    ) -> torch.Tensor:
+        """
+        The row for some parameters at this step.
+
+        Args:
+            name: of the parameters
+            draw: draws independent noise of std 1
+            generator: to draw from
+
+        Returns:
+            Noise of the shape of what is drawn, in float32 or wider.
+
+        Raises:
+            Refused: if the rows of the steps before are missing
+        """
+        again = self.strategy.draws_again
+        state = generator.get_state() if again else None
+        z = draw(generator)
+        z = z.to(torch.promote_types(z.dtype, torch.float32))
+        past = self._drawn_again(name, draw, z) if again else self._kept(name, z)
+        row = self.strategy.row(past, z, self.taken)
+        if state is not None:
+            self._states[name] = state
+        return row
+
+    def _kept(self, name: Hashable, z: torch.Tensor) -> torch.Tensor:
+        """Returns what was kept of the rows before, which the strategy updates."""
+        if name not in self._past:
+            if self.strategy.memory:
+                self._refuse_missing()
+            self._past[name] = z.new_zeros(self.strategy.memory, *z.shape)
+        return self._past[name]
+
+    def _drawn_again(
+        self,
+        name: Hashable,
+        draw: Callable[[torch.Generator], torch.Tensor],
+        z: torch.Tensor,
+    ) -> torch.Tensor:
+        """Returns the row of ``Z`` of the step before."""
+        if name not in self._states:
+            self._refuse_missing()
+            return torch.zeros_like(z)[None]
+        generator = torch.Generator(z.device).set_state(self._states[name])
+        return draw(generator).to(z.dtype)[None]
+
+    def _refuse_missing(self) -> None:
+        if self.taken:
+            raise Refused(
+                f"There is no noise of {self.taken} steps before to take back: the "
+                "checkpoint is of a process that did not add it.",
+                parameter="noise",
+                remedy="Load that of process 0, or with experts spread over "
+                "processes that of each its own.",
+            )
+
+    def begin(self, noise_multiplier: float, trained: List[int]) -> None:
+        """
+        Checks that a step adds the noise of the run's first step.
+
+        Args:
+            noise_multiplier: of the step
+            trained: the places of the parameters with gradients
+
+        Raises:
+            Refused: if they are others than at the first step, and for more steps than
+                the sensitivity was computed for
+        """
+        if self.taken >= self.strategy.steps and not self.is_amplified:
+            raise Refused(
+                f"{self.strategy} is planned for {self.strategy.steps} steps, which "
+                "were taken: epsilon is not known for more.",
+                parameter="noise",
+                remedy="Plan as many steps as all epochs have, or end the run here.",
+            )
+        known = self.noise_multiplier
+        if known is not None and known != noise_multiplier:
+            raise Refused(
+                f"The noise multiplier has changed from {known:g} to "
+                f"{noise_multiplier:g}, which correlated noise is not accounted for.",
+                parameter="noise",
+                remedy='Keep it, or train with noise="independent".',
+            )
+        if self.trained not in (None, trained):
+            raise Refused(
+                "Other parameters are trained than at the first step, and correlated "
+                "noise would take back what was added to those.",
+                parameter="noise",
+                remedy="Freeze and unfreeze before make_private, or train with "
+                'noise="independent".',
+            )
+        self.noise_multiplier, self.trained = noise_multiplier, trained
+
+    @property
+    def std(self) -> float:
+        """Standard deviation of the last step's row, for ``Z`` of std 1."""
+        impulse = np.zeros(max(self.taken, 1))
+        impulse[0] = self.strategy.factor
+        inverse = lfilter(*self.strategy.filter, impulse)
+        return float(np.sqrt(inverse @ inverse))
+
+    def state_dict(self) -> Dict[str, Any]:
+        """To go on with; whoever has it can take noise off the gradients."""
+        names = (
+            "taken",
+            "counted",
+            "noise_multiplier",
+            "trained",
+            "separation",
+            "allocation",
+        )
+        kept = {name: getattr(self, name) for name in names}
+        plan = {"strategy": type(self.strategy).__name__, **vars(self.strategy)}
+        return {"plan": plan, **kept, "past": self._past, "states": self._states}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """
+        Raises:
+            Refused: for that of a run with another strategy, or other parts of the data
+        """
+        plan = dict(state["plan"])
+        of = getattr(strategies, plan.pop("strategy"))(**plan)
+        given, own = (of, state["separation"]), (self.strategy, self.separation)
+        if given != own:
+            raise Refused(
+                f"The checkpoint has noise of {given[0]} and {given[1]} parts of the "
+                f"data set, and the run has {own[0]} and {own[1]}.",
+                parameter="noise",
+                remedy="Go on with what the run began with.",
+            )
+        self.taken, self.noise_multiplier = state["taken"], state["noise_multiplier"]
+        self.trained, self.counted = state["trained"], state["counted"]
+        self.allocation = state["allocation"]
+        self._past = {name: x.clone() for name, x in state["past"].items()}
+        self._states = {name: x.cpu().clone() for name, x in state["states"].items()}

@@ -1,0 +1,370 @@
+"""Strategies of correlated noise: matrices, sensitivities, streams, what is recorded.
+
+The oracles: dense matrices, and all ways to take part in up to eight steps.
+"""
+
+import functools
+import itertools
+import math
+
+import numpy as np
+import pytest
+import torch
+from opacus import PrivacyEngine
+from scipy.linalg import toeplitz
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import opacus_ext  # noqa: F401
+from opacus_ext.accountants.mechanisms import Binned
+from opacus_ext.data import BallsInBins, CyclicPoisson, Poisson
+from opacus_ext.losses import PerSample
+from opacus_ext.optimizers.correlated import CorrelatedNoise
+from opacus_ext.refused import Refused
+from opacus_ext.strategies import (
+    Banded,
+    BufferedToeplitz,
+    InverseBanded,
+    LambdaCGD,
+    Participation,
+)
+
+N = 8
+STRATEGIES = {
+    "independent": Banded(1, N),
+    "banded": Banded(3, N),
+    "banded, momentum": Banded(4, N, 0.9),
+    "inverse banded": InverseBanded(3, N),
+    "inverse banded, momentum": InverseBanded(5, N, 0.9),
+    "inverse banded, searched": InverseBanded(4, N, separation=2),
+    "buffered": BufferedToeplitz(1, N),
+    "buffered, several epochs": BufferedToeplitz(2, N, separation=3),
+    "buffered, momentum": BufferedToeplitz(2, N, 0.5),
+    "lambda": LambdaCGD(N, separation=4),
+    "lambda, fixed": LambdaCGD(N, correlation=0.7),
+}
+
+
+def matrix(strategy):
+    return np.tril(toeplitz(strategy.coefficients(), np.zeros(strategy.steps)))
+
+
+def workload(steps, momentum):
+    column = np.cumsum(momentum ** np.arange(steps))
+    return np.tril(toeplitz(column, np.zeros(steps)))
+
+
+def participations(separation, times):
+    """All sets of steps of one record."""
+    for count in range(1, times + 1):
+        for steps in itertools.combinations(range(N), count):
+            if all(b - a >= separation for a, b in zip(steps, steps[1:])):
+                yield list(steps)
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_matrix_and_errors(name):
+    strategy = STRATEGIES[name]
+    c = matrix(strategy)
+    assert np.linalg.norm(c[:, 0]) == pytest.approx(1)
+    inverse = np.linalg.inv(c)
+    assert strategy.inverse_coefficients() == pytest.approx(inverse[:, 0])
+    left = workload(N, strategy.momentum) @ inverse
+    rows = np.linalg.norm(left, axis=1)
+    assert strategy.prefix_error() == pytest.approx(math.sqrt(np.mean(rows**2)))
+    assert strategy.last_error() == pytest.approx(rows[-1])
+    wide = max(np.abs(c).nonzero()[0] - np.abs(c).nonzero()[1]) + 1
+    assert wide <= strategy.span
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_sensitivity_is_the_largest_of_all_participations(name):
+    """Gradients of norm 1 that are alike, of both signs, and in any directions."""
+    strategy, rng = STRATEGIES[name], np.random.default_rng(0)
+    c = matrix(strategy)
+    for separation, times in itertools.product((1, 2, 3, 5, 9), (1, 2, 3, 8)):
+        most = 0.0
+        for steps in participations(separation, times):
+            columns = c[:, steps]
+            most = max(most, np.linalg.norm(columns.sum(1)))
+            for gradients in (
+                rng.choice([-1.0, 1.0], (len(steps), 1)),
+                rng.normal(size=(len(steps), 3)),
+            ):
+                gradients /= np.linalg.norm(gradients, axis=1, keepdims=True)
+                changed = np.linalg.norm(columns @ gradients)
+                most = max(most, changed)
+        found = strategy.sensitivity(Participation(separation, times))
+        column = strategy.coefficients()
+        if column.min() >= 0 and (np.diff(column) <= 0).all():
+            assert found == pytest.approx(most, rel=1e-9), (separation, times)
+        else:  # a bound, for one that was searched for
+            assert most * (1 - 1e-9) <= found < 1.01 * most
+
+
+def test_sensitivity_bounds_columns_that_rise():
+    """For no strategy of the package, but for any that somebody adds."""
+    from opacus_ext.strategies.strategy import lagged_norm
+
+    rng = np.random.default_rng(1)
+    for _ in range(20):
+        column = rng.normal(size=N)
+        c = np.tril(toeplitz(column, np.zeros(N)))
+        for separation, times in ((1, 3), (2, 4), (3, 2)):
+            found = lagged_norm(column, separation, times)
+            for steps in participations(separation, times):
+                signs = itertools.product([-1, 1], repeat=len(steps))
+                most = max(np.linalg.norm(c[:, steps] @ s) for s in signs)
+                assert most <= found * (1 + 1e-12)
+
+
+def rows_of(strategy, *shape, dtype=torch.float64):
+    """The rows of a stream, and the independent ones that its generator draws."""
+    noise = CorrelatedNoise(strategy, strategy.steps)
+    generator, same = (torch.Generator().manual_seed(3) for _ in range(2))
+    rows, drawn = [], []
+    for _ in range(strategy.steps):
+        draw = functools.partial(torch.randn, *shape, dtype=dtype)
+        drawn.append(draw(generator=same))
+        row = noise("w", lambda source: draw(generator=source), generator)
+        rows.append(row.clone())
+        noise.taken += 1
+    return torch.stack(rows), torch.stack(drawn), noise.std
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_stream_is_the_inverse(name):
+    strategy = STRATEGIES[name]
+    inverse = np.linalg.inv(matrix(strategy))
+    rows, z, std = rows_of(strategy, 3, 2)
+    expected = torch.tensor(inverse) @ z.reshape(N, -1)
+    torch.testing.assert_close(rows.reshape(N, -1), expected)
+    assert std == pytest.approx(np.linalg.norm(inverse[-1]))
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_covariance_of_a_stream(name):
+    """Of 40,000 entries, drawn by the generator of a run."""
+    strategy = STRATEGIES[name]
+    rows, _, _ = rows_of(strategy, 40_000, dtype=torch.float32)
+    inverse = np.linalg.inv(matrix(strategy))
+    found = np.cov(rows.numpy())
+    expected = inverse @ inverse.T
+    deviation = np.sqrt(np.outer(np.diag(expected), np.diag(expected)) * 2 / 40_000)
+    assert (np.abs(found - expected) < 5 * deviation).all()
+
+
+def private(noise, sampling=None, steps=12, accountant="prv_bounds", **kwargs):
+    torch.manual_seed(0)
+    data = TensorDataset(torch.randn(60, 5), torch.randint(0, 3, (60,)))
+    model, engine = nn.Linear(5, 3), PrivacyEngine(accountant=accountant)
+    model, optimizer, criterion, loader = engine.make_private(
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        criterion=PerSample(),
+        data_loader=DataLoader(data, batch_size=15),
+        noise_multiplier=1.0,
+        max_grad_norm=1.0,
+        grad_sample_mode="ghost_bk",
+        noise=noise,
+        sampling=sampling,
+        **kwargs,
+    )
+    return engine, model, optimizer, criterion, loader
+
+
+def step(model, optimizer, criterion, batch):
+    optimizer.zero_grad()
+    x, y = batch
+    losses = nn.functional.cross_entropy(model(x), y, reduction="none")
+    criterion(losses).backward()
+    optimizer.step()
+
+
+RUNS = {
+    "inverse banded": (InverseBanded(3, 12), None),
+    "lambda": (LambdaCGD(12, separation=4), None),
+    "buffered, half of a part": (
+        BufferedToeplitz(2, 12, separation=2),
+        CyclicPoisson(bands=2, sample_rate=0.25),
+    ),
+    "banded, too few parts": (Banded(4, 12), CyclicPoisson(bands=2, sample_rate=0.25)),
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_run_is_one_gaussian_release_at_any_time(name):
+    """By its sensitivity so far; the parts are those of an epoch, and equal."""
+    strategy, sampling = RUNS[name]
+    engine, model, optimizer, criterion, loader = private(strategy, sampling)
+    separation = loader.batch_sampler.sampling.bands
+    taken = 0
+    for _ in range(3):
+        for batch in loader:
+            if sampling is None:
+                assert len(batch[0]) == 15
+            step(model, optimizer, criterion, batch)
+            taken += 1
+            rounds = -(-taken // separation)
+            expected = strategy.sensitivity(Participation(separation, rounds))
+            history = engine.accountant.history
+            assert {rate for _, rate, _ in history} == {1.0}
+            found = sum(steps / noise**2 for noise, _, steps in history)
+            assert math.sqrt(found) == pytest.approx(expected)
+    with pytest.raises(Refused, match="planned for 12 steps"):
+        step(model, optimizer, criterion, next(iter(loader)))
+    assert "all of the data" in str(engine.privacy_statement(delta=1e-5))
+    trial = PrivacyEngine(accountant="prv_bounds").accountant
+    loader.batch_sampler.sampling.account(trial, 60, 1.0, 12, strategy)
+    assert trial.get_epsilon(1e-5) == pytest.approx(engine.get_epsilon(1e-5), rel=1e-6)
+
+
+def test_a_budget():
+    torch.manual_seed(0)
+    data = TensorDataset(torch.randn(60, 5), torch.randint(0, 3, (60,)))
+    for epochs, strategy in ((3, LambdaCGD(12, separation=4)), (4, Banded(2, 12))):
+        model, engine = nn.Linear(5, 3), PrivacyEngine(accountant="prv_bounds")
+        given = dict(
+            module=model,
+            optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+            criterion=PerSample(),
+            data_loader=DataLoader(data, batch_size=15),
+            target_epsilon=4.0,
+            target_delta=1e-5,
+            epochs=epochs,
+            max_grad_norm=1.0,
+            grad_sample_mode="ghost_bk",
+            noise=strategy,
+        )
+        if epochs == 4:
+            with pytest.raises(Refused, match="steps=16"):
+                engine.make_private_with_epsilon(**given)
+            continue
+        model, optimizer, criterion, loader = engine.make_private_with_epsilon(**given)
+        for _ in range(epochs):
+            for batch in loader:
+                step(model, optimizer, criterion, batch)
+        assert 3.9 < engine.get_epsilon(1e-5) <= 4.0
+
+
+@pytest.mark.parametrize(
+    "strategy", [InverseBanded(3, 12), LambdaCGD(12), BufferedToeplitz(2, 12)]
+)
+def test_resume_is_bit_for_bit(strategy, tmp_path):
+    """Of what the stream keeps, or draws again; only new noise is new."""
+    whole, part = private(strategy), private(strategy)
+    batches = [(torch.randn(4, 5), torch.randint(0, 3, (4,))) for _ in range(12)]
+    for run, count in ((whole, 12), (part, 5)):
+        generator = torch.Generator().manual_seed(7)
+        run[2].generator = generator
+        for batch in batches[:count]:
+            step(*run[1:4], batch)
+    engine, model, optimizer, *_ = part
+    engine.save_checkpoint(path=tmp_path / "run.pt", module=model, optimizer=optimizer)
+    rest = private(strategy)
+    rest[2].generator = torch.Generator()
+    rest[0].load_checkpoint(path=tmp_path / "run.pt", module=rest[1], optimizer=rest[2])
+    rest[2].generator.set_state(optimizer.generator.get_state())
+    for batch in batches[5:]:
+        step(*rest[1:4], batch)
+    for name, value in whole[1].state_dict().items():
+        assert torch.equal(rest[1].state_dict()[name], value)
+    assert rest[0].accountant.history == whole[0].accountant.history
+    state = optimizer.state_dict()["opacus_ext_correlated_noise"]
+    kept = sum(x.numel() for x in state["past"].values())
+    assert kept == strategy.memory * 18
+    with pytest.raises(Refused, match="parts of the data"):
+        private(strategy, CyclicPoisson(bands=2, sample_rate=0.25))[2].load_state_dict(
+            optimizer.state_dict()
+        )
+
+
+@pytest.mark.parametrize(
+    "make, match",
+    [
+        (lambda: InverseBanded(0, 10), "bands=0"),
+        (lambda: BufferedToeplitz(11, 20), "buffers=11"),
+        (lambda: LambdaCGD(10, correlation=1.0), "correlation=1.0"),
+        (lambda: LambdaCGD(10, momentum=1.0), "momentum of 1"),
+        (lambda: LambdaCGD(10, separation=0), "separation=0"),
+        (lambda: Banded(2, 1.5), "steps=1.5"),
+        (lambda: Participation(0), "separation=0"),
+    ],
+)
+def test_numbers_are_refused(make, match):
+    with pytest.raises(Refused, match=match):
+        make()
+
+
+def test_poisson_becomes_parts_of_an_epoch():
+    *_, loader = private(LambdaCGD(12), Poisson(expected_batch_size=14))
+    assert loader.batch_sampler.sampling.bands == 4
+    assert loader.batch_sampler.sampling.expected_batch_size == 14
+
+
+def in_bins(strategy, epochs, bins=4, **kwargs):
+    """A run with balls in bins; the records of each batch."""
+    run = private(strategy, BallsInBins(bins=bins), **kwargs)
+    engine, model, optimizer, criterion, loader = run
+    drawn = []
+    for _ in range(epochs):
+        for batch in loader:
+            drawn.append({float(x[0]) for x in batch[0]})
+            step(model, optimizer, criterion, batch)
+    return run, drawn
+
+
+@pytest.mark.parametrize(
+    "strategy, left",
+    [
+        (Banded(2, 12), 2),
+        (Banded(3, 12), 1),
+        (Banded(5, 12), None),
+        (LambdaCGD(12, separation=4), None),
+    ],
+)
+def test_balls_in_bins(strategy, left):
+    """Each record is in the same batch of each epoch; bands leave some bins alike."""
+    (engine, *_), drawn = in_bins(strategy, 3)
+    assert drawn[:4] == drawn[4:8] == drawn[8:]
+    assert sum(map(len, drawn[:4])) == 60
+    history = engine.accountant.history
+    if left is not None:
+        assert history == [(Binned(1.0, left), 1.0, 3)]
+        return
+    square = sum(steps / noise**2 for noise, _, steps in history)
+    expected = strategy.sensitivity(Participation(4, 3))
+    assert math.sqrt(square) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("bands, epsilon", [(2, 0.5), (2, 1.5), (4, 1.0)])
+def test_epsilon_of_balls_in_bins_is_no_less_than_the_true_one(bands, epsilon):
+    """Of the mixture over the bins, by the likelihood ratio of 400,000 runs."""
+    epochs, bins, noise = 2, 4, 1.5
+    c = matrix(Banded(bands, epochs * bins))
+    means = np.stack([c[:, j::bins].sum(1) for j in range(bins)])
+    rng = np.random.default_rng(0)
+    drawn = rng.normal(size=(400_000, epochs * bins)) * noise
+    exponents = (drawn @ means.T - (means**2).sum(1) / 2) / noise**2
+    ratio = np.exp(exponents).mean(1)
+    trial = PrivacyEngine(accountant="prv_bounds").accountant
+    sampling = BallsInBins(bins=bins)
+    steps = epochs * bins
+    sampling.account(trial, 60, noise, steps, Banded(bands, steps))
+    delta = trial.get_delta(epsilon)
+    for excess in (ratio - math.exp(epsilon), 1 - math.exp(epsilon) * ratio):
+        found = np.maximum(excess, 0)
+        assert found.mean() - 4 * found.std() / 632 <= delta.upper
+
+
+def test_bins_are_kept_by_a_checkpoint(tmp_path):
+    strategy = LambdaCGD(12, separation=4)
+    (engine, model, optimizer, *_), before = in_bins(strategy, 1)
+    engine.save_checkpoint(path=tmp_path / "run.pt", module=model, optimizer=optimizer)
+    engine, model, optimizer, criterion, loader = private(strategy, BallsInBins(bins=4))
+    engine.load_checkpoint(path=tmp_path / "run.pt", module=model, optimizer=optimizer)
+    after = []
+    for batch in loader:
+        after.append({float(x[0]) for x in batch[0]})
+        step(model, optimizer, criterion, batch)
+    assert after == before
