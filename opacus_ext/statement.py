@@ -26,11 +26,10 @@ from opacus_ext.accountants.mechanisms import (
     Mechanism,
     count_of,
     from_json,
-    is_drawn,
 )
 from opacus_ext.accountants.solver import default_delta
 from opacus_ext.checkpoints import read
-from opacus_ext.ledger import BROKEN, LEDGER, Ledger, ledger_of, with_steps
+from opacus_ext.ledger import BROKEN, LEDGER, Ledger, is_drawn, ledger_of, with_steps
 from opacus_ext.refused import Refused, check_number
 from opacus_ext.runs import ACCOUNTANT, RUNS, installed_versions, runs_of
 from opacus_ext.tables import in_a_line
