@@ -265,6 +265,8 @@ class PrivacyEngine(opacus.PrivacyEngine):
         loader = data_loader
         if sampling is not None:
             loader = loader_of(sampling, place, data_loader, batch_first, rand_on_empty)
+            step = sampling.step_of(1.0, count_records(loader.dataset))
+            refuse_mixed([*self.accountant.history, (*step, 1)])
         # Then the model is changed.
         with _put_back_if_it_fails(self, module, data_loader, by_hand, is_new):
             made = _stock["make_private"](
@@ -698,8 +700,6 @@ def _sampling(
         sampling = sampling or stock_sampling(data_loader)
     if sampling is not None:
         check_sampling(sampling, poisson_sampling)
-        step = *sampling.step_of(1.0, len(data_loader.dataset)), 1
-        refuse_mixed([*engine.accountant.history, step])
         return sampling
     check_drawn(data_loader, poisson_sampling)
     # Opacus's own loader leaves empty batches out, so that processes get out of
