@@ -1,12 +1,13 @@
-"""The figure of ``opacus-ext plan --plot``."""
+"""The figures of ``opacus-ext plan --plot``."""
 
 from __future__ import annotations
 
-from typing import Any, Sequence
+from typing import Any, Sequence, Tuple
 
 import numpy as np
 
 from opacus_ext.planner.plan import Candidates, Plan
+from opacus_ext.planner.strategies import NoiseChoice
 from opacus_ext.refused import Refused
 
 _AXES = {
@@ -18,14 +19,9 @@ _AXES = {
 _POINTS = 12  # of a line
 
 
-def draw(path: str, plans: Sequence[Plan], tables: Sequence[Candidates]) -> None:
+def _figure(count: int, width: float) -> Tuple[Any, Any]:
     """
-    Draws how the best loss, size, batch and steps change with compute, a line for each
-    table, and the plans as dots.
-
-    Args:
-        path: file to be written; its ending is the format
-        tables: of the plans; several may have the same
+    A figure, and its axes beside each other.
 
     Raises:
         Refused: without matplotlib
@@ -38,9 +34,21 @@ def draw(path: str, plans: Sequence[Plan], tables: Sequence[Candidates]) -> None
             parameter="--plot",
             remedy="pip install opacus_ext[plots]",
         ) from error
+    figure = Figure(figsize=(width * count, 3.6), layout="constrained")
+    return figure, figure.subplots(1, count)
+
+
+def draw(path: str, plans: Sequence[Plan], tables: Sequence[Candidates]) -> None:
+    """
+    Draws how the best loss, size, batch and steps change with compute, a line for each
+    table, and the plans as dots.
+
+    Args:
+        path: file to be written; its ending is the format
+        tables: of the plans; several may have the same
+    """
     names = [name for name in _AXES if getattr(plans[0], name)]
-    figure = Figure(figsize=(3.4 * len(names), 3.6), layout="constrained")
-    axes: Any = figure.subplots(1, len(names))
+    figure, axes = _figure(len(names), 3.4)
     for table in dict.fromkeys(tables):
         own = [plan for plan, other in zip(plans, tables) if other is table]
         most = max(table.best(plan.budget.flops).flops for plan in own)
@@ -57,4 +65,39 @@ def draw(path: str, plans: Sequence[Plan], tables: Sequence[Candidates]) -> None
         if name != "loss":
             axis.set_yscale("log")
     axes[0].legend(fontsize="small", title="best for a compute; dots: plans")
+    figure.savefig(path)
+
+
+def draw_noise(path: str, choices: Sequence[NoiseChoice]) -> None:
+    """
+    Draws the noise in the weights after each step by the best of each strategy, and
+    beside it what each strategy leaves and keeps.
+
+    Args:
+        path: file to be written; its ending is the format
+        choices: of :func:`~opacus_ext.planner.strategies.noise_strategies`
+    """
+    figure, (by_step, by_memory) = _figure(2, 5.0)
+    independent = choices[0]
+    least = sorted(choices, key=lambda choice: choice.prefix, reverse=True)
+    best = {type(choice.strategy): choice for choice in least}
+    for choice in {id(x): x for x in (independent, *best.values())}.values():
+        steps = np.arange(1, choice.strategy.steps + 1)
+        left = choice.noise_multiplier * choice.strategy.errors()
+        by_step.plot(steps, left, label=choice.name)
+    by_step.set(xscale="log", yscale="log", xlabel="step")
+    by_step.set_title("noise in the weights")
+    by_step.legend(fontsize="small")
+    for kind in dict.fromkeys(type(choice.strategy) for choice in choices):
+        own = [choice for choice in choices if type(choice.strategy) is kind]
+        memory = [choice.memory for choice in own]
+        (line,) = by_memory.plot(
+            memory, [choice.prefix for choice in own], "o-", label=kind.__name__
+        )
+        last = [choice.last for choice in own]
+        by_memory.plot(memory, last, "o", color=line.get_color(), fillstyle="none")
+    by_memory.set_xscale("symlog", linthresh=1)
+    by_memory.set(ylim=(0, None), xlabel="times the model's size that are kept")
+    by_memory.set_title("share of independent noise (rings: after the last step)")
+    by_memory.legend(fontsize="small")
     figure.savefig(path)
