@@ -21,7 +21,8 @@ from opacus_ext.strategies import (
 
 _ABOUT = 1.05  # times the least noise is about as good
 _LITTLE = 0.95  # of independent noise is hardly less
-_MOST_STEPS = 10_000  # for which all strategies are searched for in three seconds
+#: Steps for which all strategies, and two of them, are searched for in two seconds.
+MOST_STEPS, MANY_STEPS = 10_000, 50_000
 _BYTES = 4  # of a number that the optimizer keeps
 
 
@@ -65,8 +66,9 @@ class NoiseChoice:
             return "independent"
         words = [type(strategy).__name__]
         for field in ("bands", "buffers"):
-            if hasattr(strategy, field):
-                words.append(f"{getattr(strategy, field)} {field}")
+            count = getattr(strategy, field, None)
+            if count is not None:
+                words.append(f"{count} {field if count > 1 else field[:-1]}")
         return ", ".join(words)
 
     def safe_noise_multiplier(
@@ -97,8 +99,9 @@ def noise_strategies(
     batch size. The first is independent noise, with Poisson samples.
 
     Bands are amplified by sampling from parts of the data set. All other strategies
-    have each record in at most one step of an epoch, and no amplification. Of a run of
-    more than 10,000 steps those that are searched for are left out.
+    have each record in at most one step of an epoch, and no amplification. For them
+    coefficients are searched for, which takes long if there are many steps: above
+    10,000 two strategies are left out, above 50,000 all of them.
 
     Args:
         records: that batches are drawn from
@@ -164,15 +167,16 @@ def noise_strategies(
 
 def _unamplified(steps: int, momentum: float, separation: int) -> List[Strategy]:
     """The strategies whose C has all bands, each with its best coefficients."""
-    if steps > _MOST_STEPS:
-        return [InverseBanded(bands, steps, momentum) for bands in (4, 16, 64)]
     run = steps, momentum, separation
-    return [
-        InverseBanded(min(4, steps), *run),
+    if steps > MANY_STEPS:
+        return []
+    found: List[Strategy] = [
+        LambdaCGD(steps, None, *run[1:]),
         BufferedToeplitz(1, *run),
-        BufferedToeplitz(2, *run),
-        LambdaCGD(steps, None, momentum, separation),
     ]
+    if steps <= MOST_STEPS:
+        found += [BufferedToeplitz(2, *run), InverseBanded(min(4, steps), *run)]
+    return found
 
 
 def recommended(choices: Sequence[NoiseChoice]) -> NoiseChoice:

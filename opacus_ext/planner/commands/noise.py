@@ -8,6 +8,7 @@ from typing import Any, Dict, Optional
 from opacus_ext.planner.budget import default_delta
 from opacus_ext.planner.commands.output import print_result
 from opacus_ext.planner.strategies import (
+    MOST_STEPS,
     NoiseChoice,
     advice,
     in_memory,
@@ -15,9 +16,13 @@ from opacus_ext.planner.strategies import (
     recommended,
 )
 
-_NOTES = (
+_SGD = (
     "Weights are those of SGD with one learning rate: for schedules it is nearly the "
-    "same, for Adam a heuristic.",
+    "same, for Adam a heuristic."
+)
+_LONG = (
+    "Strategies that are left out would be searched for longer, as the run has more "
+    f"than {MOST_STEPS:,} steps."
 )
 
 
@@ -38,14 +43,15 @@ def plan_noise(args: argparse.Namespace) -> int:
     best = recommended(choices)
     safe = best.safe_noise_multiplier(records, batch_size, epsilon, delta)
     described = dict(zip("records batch_size steps epsilon delta".split(), run))
-    result: Dict[str, Any] = {"run": described, "notes": list(_NOTES)}
+    notes = [_SGD, _LONG] if steps > MOST_STEPS else [_SGD]
+    result: Dict[str, Any] = {"run": described, "notes": notes}
     if args.json:
         result["choices"] = [choice.as_dict() for choice in choices]
         taken = {"noise": repr(best.strategy), "noise_multiplier": safe}
         result["recommended"] = {**taken, "prefix": best.prefix, "last": best.last}
     else:
         result["run"]["epochs"] = steps * batch_size / records
-        result["take"] = advice(choices, parameters)
+        result["advice"] = advice(choices, parameters)
         result["noise in the weights, as a share of independent noise"] = [
             _in_short(choice, parameters) for choice in choices
         ]

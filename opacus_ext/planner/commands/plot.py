@@ -78,26 +78,28 @@ def draw_noise(path: str, choices: Sequence[NoiseChoice]) -> None:
         choices: of :func:`~opacus_ext.planner.strategies.noise_strategies`
     """
     figure, (by_step, by_memory) = _figure(2, 5.0)
-    independent = choices[0]
-    least = sorted(choices, key=lambda choice: choice.prefix, reverse=True)
-    best = {type(choice.strategy): choice for choice in least}
-    for choice in {id(x): x for x in (independent, *best.values())}.values():
-        steps = np.arange(1, choice.strategy.steps + 1)
-        left = choice.noise_multiplier * choice.strategy.errors()
-        by_step.plot(steps, left, label=choice.name)
+    kinds = dict.fromkeys(type(choice.strategy) for choice in choices)
+    for number, kind in enumerate(kinds):
+        own = [choice for choice in choices if type(choice.strategy) is kind]
+        color, memory = f"C{number}", [choice.memory for choice in own]
+        for style, left in (("full", "prefix"), ("none", "last")):
+            shares = [getattr(choice, left) for choice in own]
+            by_memory.plot(memory, shares, "o-", color=color, fillstyle=style, lw=0.7)
+        best = min(own, key=lambda choice: choice.prefix)
+        for choice in dict.fromkeys((own[0], best)):
+            if choice is best or choice.is_independent:
+                steps = np.arange(1, choice.strategy.steps + 1)
+                left_by_step = choice.noise_multiplier * choice.strategy.errors()
+                shown = dict(label=choice.name, color=color, ls="-")
+                if choice.is_independent:
+                    shown |= dict(color="black", ls="--")
+                by_step.plot(steps, left_by_step, **shown)
     by_step.set(xscale="log", yscale="log", xlabel="step")
     by_step.set_title("noise in the weights")
     by_step.legend(fontsize="small")
-    for kind in dict.fromkeys(type(choice.strategy) for choice in choices):
-        own = [choice for choice in choices if type(choice.strategy) is kind]
-        memory = [choice.memory for choice in own]
-        (line,) = by_memory.plot(
-            memory, [choice.prefix for choice in own], "o-", label=kind.__name__
-        )
-        last = [choice.last for choice in own]
-        by_memory.plot(memory, last, "o", color=line.get_color(), fillstyle="none")
     by_memory.set_xscale("symlog", linthresh=1)
+    ticks = sorted({choice.memory for choice in choices})
+    by_memory.set_xticks(ticks, [str(tick) for tick in ticks], minor=False)
     by_memory.set(ylim=(0, None), xlabel="times the model's size that are kept")
     by_memory.set_title("share of independent noise (rings: after the last step)")
-    by_memory.legend(fontsize="small")
     figure.savefig(path)
