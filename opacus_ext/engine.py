@@ -45,9 +45,11 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader
 
 from opacus_ext import checkpoints, misuse, peft
+from opacus_ext.accountants.mechanisms import count_of, refuse_mixed
 from opacus_ext.accountants.stock import in_place_of
 from opacus_ext.accountants.whole import count_whole
 from opacus_ext.budget import banded, noise_of_run
+from opacus_ext.data.allocation import BallsInBins, Begun
 from opacus_ext.data.choice import (
     check_drawn,
     check_sampling,
@@ -124,7 +126,7 @@ class PrivacyEngine(opacus.PrivacyEngine):
         return in_a_line(
             self,
             accountant=self.accountant.mechanism(),
-            steps=sum(steps for *_, steps in self.accountant.history),
+            steps=count_of(self.accountant.history),
             secure_mode=self.secure_mode,
         )
 
@@ -196,7 +198,8 @@ class PrivacyEngine(opacus.PrivacyEngine):
             wrap_model: True returns a wrapper in the model's place; False makes the
                 model itself private and returns an object with ``cleanup()``
             sampling: how batches are drawn, in the place of ``poisson_sampling``:
-                ``Poisson`` or ``CyclicPoisson`` of :mod:`opacus_ext.data`
+                ``Poisson``, ``RandomAllocation``, ``TruncatedPoisson`` or another of
+                :mod:`opacus_ext.data`
             noise: "independent" from step to step, or a strategy of correlated noise
                 (:mod:`opacus_ext.strategies`), such as ``Banded``, which
                 ``make_private_with_epsilon(noise="banded")`` chooses
@@ -279,6 +282,7 @@ class PrivacyEngine(opacus.PrivacyEngine):
             misuse.tell_of_samplers(self, module, grad_sample_mode)
         if poisson_sampling:
             misuse.tell_of_records(sampling)
+            misuse.tell_of_accountant(self, sampling)
         return made
 
     @overload
@@ -672,8 +676,8 @@ def _correlated(
     """Makes the noise that the optimizer is to add; None if it is independent."""
     if strategy is None:
         return None
-    assert isinstance(sampling, CyclicPoisson)
-    return CorrelatedNoise(strategy, sampling.bands)
+    assert isinstance(sampling, (CyclicPoisson, BallsInBins))
+    return CorrelatedNoise(strategy, sampling.separation)
 
 
 def _sampling(
@@ -694,6 +698,8 @@ def _sampling(
         sampling = sampling or stock_sampling(data_loader)
     if sampling is not None:
         check_sampling(sampling, poisson_sampling)
+        step = *sampling.step_of(1.0, len(data_loader.dataset)), 1
+        refuse_mixed([*engine.accountant.history, step])
         return sampling
     check_drawn(data_loader, poisson_sampling)
     # Opacus's own loader leaves empty batches out, so that processes get out of
@@ -782,6 +788,11 @@ def _count(
         divisor = divisor or sampling.divisor(records)
         # In the place of the hook for Poisson sampling.
         optimizer.step_hook = sampling.hook(engine.accountant, records)
+        if sampling.allocates:
+            draws = loader.batch_sampler
+            # Of an epoch that is under way, batches may still come.
+            begun = Begun(lambda: draws.begun, max(draws.begun - 1, 0))
+            optimizer.begun_epochs = draws.begun_epochs = begun
     if divisor is not None:
         optimizer.expected_batch_size = divisor
         if place is not None:  # of one process
@@ -789,6 +800,7 @@ def _count(
     if correlated is not None:
         optimizer.correlated = correlated
         loader.batch_sampler.taken = lambda: correlated.taken
+        loader.batch_sampler.keeper = correlated
     optimizer.run = add_run(engine, sampling, made, correlated, divisor, **given)
     groups = optimizer.param_groups
     note_trained(engine, (p for group in groups for p in group["params"]))

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 
+from opacus_ext.accountants.mechanisms import count_of
 from opacus_ext.data.choice import public_batches, public_sampling
 from opacus_ext.data.copies import refuse_copies
 from opacus_ext.data.draws import count_records
@@ -308,8 +309,11 @@ class PrivacyCallback(Callback):
         records, sampling = count_records(loader.dataset), self.sampling
         if sampling is not None and self.public_records is not None:  # is refused
             return public_sampling(sampling, loader, self.public_records)
-        if sampling is not None and sampling.is_public:
-            return replace(sampling, steps=sampling.steps_per_epoch(records))
+        if sampling is not None and (sampling.is_public or sampling.allocates):
+            steps = sampling.steps_per_epoch(records)
+            return (
+                replace(sampling, steps=steps) if sampling.steps is None else sampling
+            )
         if sampling is not None:
             return replace(sampling, steps=len(loader))
         assert loader.batch_size is not None
@@ -359,7 +363,7 @@ class PrivacyCallback(Callback):
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *given: Any) -> None:
         """Refuses a draw that took no step, or several."""
-        steps = _steps_of(self.engine.accountant) - self._before
+        steps = _steps_of(self._training) - self._before
         if steps != 1:
             raise Refused(
                 f"{type(pl_module).__name__} took {steps} steps with one batch, which "
@@ -456,7 +460,7 @@ class PrivacyCallback(Callback):
                     "on_fit_start.",
                 )
             training.draw = batches[-1].draw + 1
-            self._before = _steps_of(self.engine.accountant)
+            self._before = _steps_of(self._training)
             optimizer.drop_logical_batch()  # one that failed in its middle
             for batch in batches:
                 optimizer.zero_grad()
@@ -488,7 +492,8 @@ class PrivacyCallback(Callback):
 def _count_steps(trainer: Any, sampling: Sampling, records: int) -> int:
     """Returns the number of steps that the Trainer will take."""
     steps = trainer.estimated_stepping_batches
-    if sampling.is_public and trainer.max_epochs not in (None, -1):
+    is_own = sampling.is_public or sampling.allocates
+    if is_own and trainer.max_epochs not in (None, -1):
         # Lightning has counted the batches of the user's loader.
         limit = trainer.limit_train_batches
         batches = sampling.steps_per_epoch(records)
@@ -506,8 +511,10 @@ def _count_steps(trainer: Any, sampling: Sampling, records: int) -> int:
     return steps
 
 
-def _steps_of(accountant: Any) -> int:
-    return sum(steps for *_, steps in accountant.history)
+def _steps_of(training: PrivateTraining) -> int:
+    """Returns the number of steps that were counted."""
+    counted = count_of(training.engine.accountant.history)
+    return getattr(training.optimizer, "steps_taken", counted)
 
 
 def _is_drawn(batch: Any) -> bool:

@@ -30,6 +30,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import DataLoader
 
 from opacus_ext.accountants import noise_left
+from opacus_ext.accountants.mechanisms import count_of
+from opacus_ext.data.allocation import Begun
 from opacus_ext.data.draws import Draws, loader_like
 from opacus_ext.data.logical import LogicalBatches, PhysicalBatch, derive_seed
 from opacus_ext.data.sampling import Sampling
@@ -177,6 +179,7 @@ class PrivateTraining:
         """Returns what draws the logical batches of the run."""
         generator = SecureSource() if self.engine.secure_mode else torch.Generator()
         self.sampler = Draws(sampling, records, generator)
+        self.sampler.numbered = lambda: self.draw
         order: Dict[str, Any] = {"items": items, "seed": self.seed}
         order.update(process=self.process, start=lambda: self.draw)
         self.batches = LogicalBatches(
@@ -230,6 +233,8 @@ class PrivateTraining:
         if self.saved is not None and self.optimizer.adaptive is not None:
             self.optimizer.adaptive.set_bound(*self.saved["bounds"])
         self.optimizer.draws, self._taken = None, _Taken()  # they have numbers
+        if self.sampler.sampling.allocates:
+            self.optimizer.begun_epochs = self._begun()
         private = private_model_of(module)
         if private is not None:
             private.passes.counter = self._taken
@@ -237,6 +242,17 @@ class PrivateTraining:
             attached: Any = module.autograd_grad_sample_hooks
             attached.append(Attachment(private, called))
         return criterion[0] if criterion else None
+
+    def _begun(self) -> Begun:
+        """Returns the allocations of the run, of which a checkpoint may have some."""
+        sampler, steps = self.sampler, self.sampler.sampling.steps
+        if self.engine.secure_mode:  # each is drawn once, also after a checkpoint
+            return Begun(lambda: sampler.begun)
+        begun = Begun(lambda: -(-self.draw // steps))
+        if self.saved is not None:
+            begun.recorded = -(-self.saved["draw"] // steps)
+            begun.noise_multiplier = self.saved["noise_multiplier"]
+        return begun
 
     @contextmanager
     def taking(self, batch: PhysicalBatch) -> Iterator[None]:
@@ -354,7 +370,7 @@ class PrivateTraining:
             spent = float(accountant.get_epsilon(self.target_delta))
         # The noise was chosen to leave less than this.
         if spent > epsilon - 0.01:
-            steps = sum(steps for *_, steps in accountant.history)
+            steps = count_of(accountant.history)
             raise Refused(
                 f"target_epsilon={epsilon} is spent: the {steps} steps so far have "
                 f"spent {spent:.2f}.",
@@ -385,7 +401,8 @@ class PrivateTraining:
         """
         kind = saved[ACCOUNTANT]["mechanism"]
         # Older ones don't say these.
-        before = {"secure_mode": False, "accountant": kind, **saved["config"]}
+        before = {"secure_mode": False, "accountant": kind, "sampling": "poisson"}
+        before.update(saved["config"])
         config = {"accountant": self.engine.accountant.mechanism(), **config}
         changed = "; ".join(
             f"{key}: {before.get(key)!r} there, {config.get(key)!r} here"

@@ -34,6 +34,9 @@ class CorrelatedNoise:
         self.counted = 0  # rounds of ``separation`` steps, by the accountant
         self.noise_multiplier: Optional[float] = None  # of the run, from its first step
         self.trained: Optional[List[int]] = None  # the same
+        #: The bins of records, where they are drawn once for the run.
+        self.allocation: Optional[torch.Tensor] = None
+        self._drawing = False  # True if a step's noise is drawn, or was in part
         self._past: Dict[Hashable, torch.Tensor] = {}  # [memory, ...]
         self._states: Dict[Hashable, torch.Tensor] = {}  # of generators
 
@@ -112,9 +115,17 @@ class CorrelatedNoise:
             trained: the places of the parameters with gradients
 
         Raises:
-            Refused: if they are others than at the first step, and for more steps than
-                the sensitivity was computed for
+            Refused: if they are others than at the first step, for more steps than the
+                sensitivity was computed for, and after a step whose noise was drawn in
+                part, if what is kept of it can't be put right
         """
+        if self._drawing and not self.strategy.can_redraw:
+            raise Refused(
+                "A step before this one has failed while its noise was drawn, and what "
+                "this one would take back is not known.",
+                parameter="noise",
+                remedy="Go on from the last checkpoint.",
+            )
         if self.taken >= self.strategy.steps and not self.is_amplified:
             raise Refused(
                 f"{self.strategy} is planned for {self.strategy.steps} steps, which "
@@ -139,6 +150,12 @@ class CorrelatedNoise:
                 'noise="independent".',
             )
         self.noise_multiplier, self.trained = noise_multiplier, trained
+        self._drawing = True
+
+    def end(self) -> None:
+        """Counts a step whose noise was drawn."""
+        self._drawing = False
+        self.taken += 1
 
     @property
     def std(self) -> float:
@@ -150,13 +167,30 @@ class CorrelatedNoise:
 
     def state_dict(self) -> Dict[str, Any]:
         """To go on with; whoever has it can take noise off the gradients."""
-        names = ("taken", "counted", "noise_multiplier", "trained", "separation")
+        names = (
+            "taken",
+            "counted",
+            "noise_multiplier",
+            "trained",
+            "separation",
+            "allocation",
+        )
         kept = {name: getattr(self, name) for name in names}
         plan = {"strategy": type(self.strategy).__name__, **vars(self.strategy)}
         return {"plan": plan, **kept, "past": self._past, "states": self._states}
 
+    def go_back(self) -> None:
+        """
+        Called when a checkpoint is loaded that takes the accountant back, too: nothing
+        of the steps since then is kept.
+        """
+        self.taken = 0
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """
+        Loads what :meth:`state_dict` returned. If steps were taken since, which the
+        accountant keeps, those before count once more: a record has them in two runs.
+
         Raises:
             Refused: for that of a run with another strategy, or other parts of the data
         """
@@ -170,7 +204,10 @@ class CorrelatedNoise:
                 parameter="noise",
                 remedy="Go on with what the run began with.",
             )
+        goes_back = self.taken > state["taken"]
         self.taken, self.noise_multiplier = state["taken"], state["noise_multiplier"]
-        self.trained, self.counted = state["trained"], state["counted"]
+        self.trained, self._drawing = state["trained"], False
+        self.counted = 0 if goes_back else state["counted"]
+        self.allocation = state["allocation"]
         self._past = {name: x.clone() for name, x in state["past"].items()}
         self._states = {name: x.cpu().clone() for name, x in state["states"].items()}

@@ -265,7 +265,7 @@ class NoisyOptimizer(Base):
             torch._foreach_add_(sums, rows)
         divide(undivided, divisor)
         if self.correlated is not None:
-            self.correlated.taken += 1
+            self.correlated.end()
 
     def _places_of(self, params: Sequence[torch.nn.Parameter]) -> List[int]:
         """Returns the positions of some parameters among those of all groups."""

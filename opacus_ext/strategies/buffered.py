@@ -60,6 +60,11 @@ class BufferedToeplitz(Strategy):
             check_whole("separation", self.separation)
 
     @property
+    def can_redraw(self) -> bool:
+        """False: the buffers would fade twice."""
+        return False
+
+    @property
     def parameters(self) -> Buffers:
         """Weights and decays of the buffers."""
         return _search(self)

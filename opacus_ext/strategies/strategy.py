@@ -111,6 +111,11 @@ class Strategy(ABC):
         return False
 
     @property
+    def can_redraw(self) -> bool:
+        """True if a row may be drawn once more after a step that has failed."""
+        return True
+
+    @property
     def factor(self) -> float:
         """What multiplies the filter, so that the first column of C has norm 1."""
         return _first_column(self)[1]

@@ -9,6 +9,7 @@ from typing import Any, Dict, Optional
 from transformers.trainer import TRAINER_STATE_NAME
 
 from opacus_ext import checkpoints
+from opacus_ext.accountants.mechanisms import from_json, to_json
 from opacus_ext.refused import Refused
 from opacus_ext.statement import SPENT
 
@@ -31,7 +32,7 @@ def forget_state(folder: str) -> None:
 def write_spent(folder: str, spent: Dict[str, Any]) -> None:
     """Writes what weights have spent, for statements. It may be published."""
     with open(os.path.join(folder, SPENT), "w", encoding="utf-8") as file:
-        json.dump(spent, file, indent=2)
+        json.dump(to_json(spent), file, indent=2)
 
 
 def read_spent(folder: str) -> Dict[str, Any]:
@@ -40,7 +41,7 @@ def read_spent(folder: str) -> Dict[str, Any]:
     if not os.path.isfile(path):
         return {}
     with open(path, encoding="utf-8") as file:
-        return json.load(file)
+        return json.load(file, object_hook=from_json)
 
 
 def read_state(folder: str) -> Dict[str, Any]:
