@@ -172,16 +172,16 @@ class Strategy(ABC):
             >>> f"{Banded(bands=1, steps=100).prefix_error():.3f}"
             '7.106'
         """
-        return math.sqrt(float(np.mean(self._variances())))
+        return math.sqrt(float(np.mean(self.errors() ** 2)))
 
     def last_error(self) -> float:
         """Returns the standard deviation of the noise in the last step's weights."""
-        return math.sqrt(float(self._variances()[-1]))
+        return float(self.errors()[-1])
 
-    def _variances(self) -> NDArray:
-        """Returns the variance of the noise in the weights after each step."""
+    def errors(self) -> NDArray:
+        """Returns the same after each step ``[steps]``."""
         left = lfilter(*self.filter, sums(self.steps, self.momentum))
-        return np.cumsum((self.factor * left) ** 2)
+        return np.sqrt(np.cumsum((self.factor * left) ** 2))
 
     def row(self, past: Any, z: Any, step: int) -> Any:
         """
