@@ -25,7 +25,6 @@ from torch.distributed.tensor import DTensor
 
 from opacus_ext.data.spent import state_of
 from opacus_ext.ledger import note_beside
-from opacus_ext.optimizers.correlated import CorrelatedNoise
 from opacus_ext.refused import Refused
 from opacus_ext.secure import (
     SecureSource,
@@ -33,6 +32,7 @@ from opacus_ext.secure import (
     gaussian_grid,
     with_noise,
 )
+from opacus_ext.strategies.stream import CorrelatedNoise
 
 if TYPE_CHECKING:
     Base = DPOptimizer
