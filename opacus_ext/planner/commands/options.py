@@ -157,7 +157,7 @@ OPTIONS = {
 --noise                flag              ; of one run: tells which noise to take
 --momentum             number 0 0.9999   ; of SGD, or Adam's first beta, for --noise
 --code=engine          {engine,trainer}  ; to print: of make_private or PrivateTrainer
---plot[FILE]           text              ; draws plans by compute, or --noise (.png, .pdf, .svg)
+--plot[FILE]           text              ; draws plans, or --noise (.png, .pdf, .svg)
 """,
     "calibrate": _BUDGET
     + """
