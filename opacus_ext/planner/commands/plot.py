@@ -95,7 +95,7 @@ def draw_noise(path: str, choices: Sequence[NoiseChoice]) -> None:
                     shown |= dict(color="black", ls="--")
                 by_step.plot(steps, left_by_step, **shown)
     by_step.set(xscale="log", yscale="log", xlabel="step")
-    by_step.set_ylabel("std / (learning rate x max_grad_norm / batch size)")
+    by_step.set_ylabel("std x batch size / (learning rate x max_grad_norm)", fontsize=8)
     by_step.set_title("noise in the weights")
     by_memory.set_xscale("symlog", linthresh=1)
     ticks = sorted({choice.memory for choice in choices})
