@@ -161,7 +161,7 @@ def step_time(parameters: int, steps: int) -> None:
         model = nn.Linear(width, width, bias=False)
         data = TensorDataset(torch.randn(800, width), torch.randint(width, (800,)))
         arguments = {} if strategy is None else {"noise": strategy}
-        model, optimizer, criterion, loader = PrivacyEngine("prv_bounds").make_private(
+        model, optimizer, criterion, loader = PrivacyEngine().make_private(
             module=model,
             optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
             criterion=nn.CrossEntropyLoss(),

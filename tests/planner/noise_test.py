@@ -1,8 +1,6 @@
 """Which noise a run should take: what is left of it, advice, the command, its code."""
 
 import json
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -24,7 +22,6 @@ from opacus_ext.planner.strategies import (
     recommended,
 )
 from opacus_ext.refused import Refused
-from tests.planner.commands_test import SCRIPT
 
 RUN = dict(records=2000, batch_size=40, steps=150, epsilon=4.0, delta=1e-4)
 ARGS = "plan --noise --users 2000 --epsilon 4 --delta 1e-4 --batch-size 40 --steps 150"
@@ -159,16 +156,6 @@ def test_bad_arguments(args, message, capsys):
     with pytest.raises(SystemExit) as stopped:
         main(args.split())
     assert stopped.value.code == 2 and message in capsys.readouterr().err
-
-
-def test_the_script_answers_without_torch():
-    done = subprocess.run(
-        [sys.executable, "-X", "importtime", SCRIPT, *ARGS.split()],
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0 and "torch" not in done.stderr
-    assert "Take noise=" in done.stdout
 
 
 def test_plot(tmp_path, capsys):
