@@ -173,6 +173,7 @@ def main(argv: Optional[List[str]] = None) -> None:
     add("--epochs", type=int, default=5)
     add("--max-grad-norm", type=float, default=1.0)
     add("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
+    add("--rates", type=float, nargs="+", help="in the place of the three")
     add("--optimizers", nargs="+", choices=list(OPTIMIZERS), default=list(OPTIMIZERS))
     args = parser.parse_args(argv)
     ignore_standing_warnings()
@@ -187,7 +188,7 @@ def main(argv: Optional[List[str]] = None) -> None:
             found.append(run(task, name, rate, seed, args))
             print(json.dumps(found[-1]), flush=True)
 
-        for rate in RATES[name]:
+        for rate in args.rates or RATES[name]:
             measure(rate, args.seeds[0])
         chosen = min(found, key=lambda result: result["validation"])["lr"]
         for seed in args.seeds[1:]:
