@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from opacus_ext import Refused
 from opacus_ext.accountants.mechanisms import Allocated, Binned
 from opacus_ext.data import BallsInBins, RandomAllocation
-from opacus_ext.optimizers import AdamBC, Banded, ScaledAdam
+from opacus_ext.optimizers import AdamBC, ScaledAdam
 from opacus_ext.statement import read_statement
 
 from .common import assert_same
