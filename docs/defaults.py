@@ -108,6 +108,8 @@ def front_ends() -> Dict[str, Defaults]:
     private = of_functions(ours.__init__, ours.make_private)
     with_epsilon = {**private, **of_functions(ours.make_private_with_epsilon)}
     del with_epsilon["noise_multiplier"]  # which it chooses
+    planned = of_command("plan")
+    del planned["noise"]  # which asks for what noise to take
     callback = {name: private[name] for name in PASSED_ON}
     callback.update(of_functions(PrivacyCallback))
     return {
@@ -117,7 +119,7 @@ def front_ends() -> Dict[str, Defaults]:
         "`PrivacyArguments`": of_functions(PrivacyArguments),
         "`PrivacyCallback`": callback,
         "`clipped_grads`": of_functions(opacus_ext.clipped_grads),
-        "`opacus-ext plan`": of_command("plan"),
+        "`opacus-ext plan`": planned,
         "`opacus-ext calibrate`": of_command("calibrate"),
     }
 

@@ -167,6 +167,8 @@ def load_checkpoint(
     for name, other in given.items():
         state = content.pop(name, {})
         if other is not None and state:
+            if getattr(other, "correlated", None) is not None:
+                other.correlated.go_back()
             other.load_state_dict(state)
         elif other is optimizer and (other is not None or state):
             warnings.warn(

@@ -67,13 +67,13 @@ from opacus_ext.loop import watch_loader, watch_steps
 from opacus_ext.losses import PerSample
 from opacus_ext.modes import find_mode, find_optimizer, name_of, refuse_unfit
 from opacus_ext.optimizers import adaptive
-from opacus_ext.optimizers.correlated import CorrelatedNoise
 from opacus_ext.optimizers.optimizer import ClippingOptimizer
 from opacus_ext.refused import Refused
 from opacus_ext.runs import add_run, count_steps, runs_of
 from opacus_ext.secure import SecureSource
 from opacus_ext.statement import privacy_statement
 from opacus_ext.strategies import Strategy
+from opacus_ext.strategies.stream import CorrelatedNoise
 from opacus_ext.supported import ADAPTIVE_ENGINE, Run, kind_of, refuse
 from opacus_ext.tables import in_a_line
 

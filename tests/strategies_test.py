@@ -3,6 +3,7 @@
 The oracles: dense matrices, and all ways to take part in up to eight steps.
 """
 
+import copy
 import functools
 import itertools
 import math
@@ -19,7 +20,6 @@ import opacus_ext  # noqa: F401
 from opacus_ext.accountants.mechanisms import Binned
 from opacus_ext.data import BallsInBins, CyclicPoisson, Poisson
 from opacus_ext.losses import PerSample
-from opacus_ext.optimizers.correlated import CorrelatedNoise
 from opacus_ext.refused import Refused
 from opacus_ext.strategies import (
     Banded,
@@ -28,6 +28,7 @@ from opacus_ext.strategies import (
     LambdaCGD,
     Participation,
 )
+from opacus_ext.strategies.stream import CorrelatedNoise
 
 N = 8
 STRATEGIES = {
@@ -128,7 +129,7 @@ def rows_of(strategy, *shape, dtype=torch.float64):
         drawn.append(draw(generator=same))
         row = noise("w", lambda source: draw(generator=source), generator)
         rows.append(row.clone())
-        noise.taken += 1
+        noise.end()
     return torch.stack(rows), torch.stack(drawn), noise.std
 
 
@@ -368,3 +369,51 @@ def test_bins_are_kept_by_a_checkpoint(tmp_path):
         after.append({float(x[0]) for x in batch[0]})
         step(model, optimizer, criterion, batch)
     assert after == before
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_state_of_earlier_is_loaded(whole, tmp_path):
+    """Alone, all rounds count once more; with the engine they do not."""
+    strategy, path = LambdaCGD(12, separation=4), tmp_path / "run.pt"
+    engine, model, optimizer, criterion, loader = private(strategy)
+    batches = [(torch.randn(4, 5), torch.randint(0, 3, (4,))) for _ in range(12)]
+    for i, batch in enumerate(batches):
+        if i == 6:
+            parts = dict(path=path, module=model, optimizer=optimizer)
+            engine.save_checkpoint(**parts)
+            state = copy.deepcopy(optimizer.state_dict())
+        step(model, optimizer, criterion, batch)
+    if whole:
+        engine.load_checkpoint(**parts)
+    else:
+        optimizer.load_state_dict(state)
+    for batch in batches[6:]:
+        step(model, optimizer, criterion, batch)
+    found = sum(steps / noise**2 for noise, _, steps in engine.accountant.history)
+    expected = strategy.sensitivity(Participation(4, 3)) ** 2
+    assert found == pytest.approx(expected if whole else 2 * expected)
+
+
+def test_noise_that_was_drawn_in_part():
+    """Sums that have faded twice are refused; a ring and states are drawn once more."""
+    for strategy in (BufferedToeplitz(1, 12), InverseBanded(2, 12), LambdaCGD(12)):
+        _, model, optimizer, criterion, _ = private(strategy)
+        batch = torch.randn(4, 5), torch.randint(0, 3, (4,))
+        step(model, optimizer, criterion, batch)
+        row, calls = optimizer.correlated.strategy.row, []
+
+        def fails(*args):
+            calls.append(row(*args))
+            raise KeyboardInterrupt
+
+        kind = type(strategy)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(kind, "row", lambda self, *args: fails(*args))
+            with pytest.raises(KeyboardInterrupt):
+                step(model, optimizer, criterion, batch)
+        assert calls
+        if strategy.can_redraw:
+            step(model, optimizer, criterion, batch)
+            continue
+        with pytest.raises(Refused, match="last checkpoint"):
+            step(model, optimizer, criterion, batch)
