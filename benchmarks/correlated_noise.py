@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import opacus_ext  # noqa: F401
 from opacus_ext.data import CyclicPoisson, Poisson
-from opacus_ext.optimizers.correlated import CorrelatedNoise
+from opacus_ext.strategies.stream import CorrelatedNoise
 from opacus_ext.planner.strategies import NoiseChoice, noise_strategies
 from opacus_ext.strategies import (
     Banded,

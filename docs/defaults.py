@@ -39,8 +39,8 @@ NOTES = """
 - **The bound** of `clipped_grads` is in `clipping`: `find_clipping("flat").at(1.0)`.
 - **The mode** "hooks" keeps a gradient of each sample, as in Opacus; "auto" chooses
   what fits the model ([modes](modes.md)).
-- **Batches** are Poisson samples everywhere, unless `poisson_sampling=False` is
-  given.
+- **Batches** are Poisson samples everywhere, unless `sampling` says otherwise
+  ([drawing batches](../how-to/sampling.md)), or `poisson_sampling=False` is given.
 - **The seed**: None is a secret one. With `secure_mode=True` there is none ([secure
   mode](../how-to/secure-mode.md)).
 - **Memory**: None is the whole batch at once. For `PrivateTrainer` it is

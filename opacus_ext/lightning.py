@@ -27,10 +27,12 @@ from opacus_ext.data.logical import PhysicalBatch, logical_loader
 from opacus_ext.data.sampling import Poisson, Sampling, plain_count
 from opacus_ext.engine import INDEPENDENT
 from opacus_ext.grad_sample.modes.ghost import ClippedLoss
+from opacus_ext.optimizers.noise import CORRELATED
 from opacus_ext.private_training import (
     Basis,
     PrivateTraining,
     Same,
+    check_noise,
     check_random,
     upgraded,
 )
@@ -92,6 +94,9 @@ class PrivacyCallback(Callback):
         max_physical_batch_size: the most records ``training_step`` is given at once
         accountant: "prv_bounds", whose epsilon is an upper bound, "prv" or "rdp"
         sampling: of ``opacus_ext.data``, if batches are to be drawn otherwise
+        noise: "independent" from step to step; "banded", correlated noise for which the
+            number of bands is chosen (``target_epsilon`` must be given); or a strategy
+            of correlated noise, such as :class:`opacus_ext.optimizers.Banded`
         seed: of noise and batches, for tests. By default it is secret
         repeat_noise: see :class:`~opacus_ext.trainer.PrivacyArguments`; dropout is not
             repeated, as Lightning does not keep its random state
@@ -130,20 +135,18 @@ class PrivacyCallback(Callback):
         max_physical_batch_size: Optional[int] = None,
         accountant: str = "prv_bounds",
         sampling: Optional[Sampling] = None,
+        noise: Any = INDEPENDENT,
         seed: Optional[int] = None,
         repeat_noise: bool = False,
         secure_mode: bool = False,
         public_records: Optional[int] = None,
         **kwargs: Any,
     ):
-        noise = "secure" if secure_mode else INDEPENDENT
-        if kwargs.get("noise", INDEPENDENT) != INDEPENDENT:
-            noise = "banded"
         self._run = Run(
             "PrivacyCallback",
             mode=grad_sample_mode,
             clipping=kwargs.get("clipping", "flat"),
-            noise=noise,
+            noise=check_noise(noise, target_epsilon, secure_mode),
         )
         refuse(self._run)
         check_random(secure_mode, seed=seed, repeat_noise=repeat_noise)
@@ -154,12 +157,13 @@ class PrivacyCallback(Callback):
         self.engine = self._training.engine
         self.criterion, self.module = criterion, module
         self.max_physical_batch_size = max_physical_batch_size
-        self.sampling, self.repeat_noise = sampling, repeat_noise
+        self.sampling, self.noise, self.repeat_noise = sampling, noise, repeat_noise
         self.public_records = plain_count(public_records)
         self._kwargs = dict(
             kwargs, max_grad_norm=max_grad_norm, grad_sample_mode=grad_sample_mode
         )
         self._saved: Dict[str, Any] = {}  # of a checkpoint, until training begins
+        self._saved_noise: Any = None  # the same, of its optimizer
         self._undo: List[Callable[[], Any]] = []
 
     def get_epsilon(self, delta: Optional[float] = None) -> float:
@@ -261,12 +265,13 @@ class PrivacyCallback(Callback):
         self._config = {
             "records": size,
             "sampling": repr(sampling),
+            "noise": str(self.noise),
             "target_epsilon": training.target_epsilon,
             "noise_multiplier": training.noise_multiplier,
             "secure_mode": training.engine.secure_mode,
             **{name: str(value) for name, value in self._kwargs.items()},
         }
-        if training.target_epsilon is not None:
+        if training.target_epsilon is not None or self.noise != INDEPENDENT:
             self._config["max_steps"] = _count_steps(trainer, sampling, size)
         self._undo.append(training.end)
         if trainer.ckpt_path:
@@ -275,19 +280,26 @@ class PrivacyCallback(Callback):
         if training.saved is None or training.plans(training.saved, self._config, done):
             training.refuse_spent(training.saved, "steps (max_epochs or max_steps)")
         training.seed = training.agreed(training.seed)
-        noise = training.choose_noise(sampling, size, self._config, done)
+        noise, sampling = training.choose_strategy(
+            self.noise, sampling, loader, plain[0], self._config, done
+        )
+        settings = self._config, done, noise
+        multiplier = training.choose_noise(sampling, size, *settings)
         most = self.max_physical_batch_size or size
         batches = training.logical_batches(sampling, size, most)
         criterion = training.make_private(
             module,
             plain[0],
             loader,
-            noise,
+            multiplier,
             pl_module.device,
+            sampling,
+            noise=noise,
             criterion=getattr(pl_module, self.criterion, None),
-            sampling=sampling,
             **self._kwargs,
         )
+        if training.saved is not None:
+            training.optimizer.load_noise(self._saved_noise)
         if self.repeat_noise:
             training.repeat_noise()
         self._undo.append(lambda: setattr(strategy, "optimizers", plain))
@@ -329,6 +341,7 @@ class PrivacyCallback(Callback):
         for name, value in self._kwargs.items():
             basis["callback", name] = str(value)
         basis["callback", "sampling"] = repr(self.sampling)
+        basis["callback", "noise"] = str(self.noise)
         loader: Any = self._loader
         data = loader.dataset.dataset
         basis["loader", "dataset"], basis["loader", "records"] = Same(data), len(data)
@@ -395,6 +408,13 @@ class PrivacyCallback(Callback):
     def load_state_dict(self, state_dict: Dict[str, Any]) -> None:
         """Keeps the state until training begins."""
         self._saved = upgraded(state_dict) if state_dict else {}
+
+    def on_load_checkpoint(
+        self, trainer: Any, pl_module: Any, checkpoint: Dict[str, Any]
+    ) -> None:
+        """Keeps the state of correlated noise until training begins."""
+        states = checkpoint.get("optimizer_states") or [{}]
+        self._saved_noise = states[0].get(CORRELATED)
 
     # -- a step --------------------------------------------------------------------
 
@@ -504,8 +524,9 @@ def _count_steps(trainer: Any, sampling: Sampling, records: int) -> int:
             steps = min(steps, trainer.max_steps)
     if not 0 < steps < math.inf:
         raise Refused(
-            "target_epsilon needs to know how many steps there will be.",
-            parameter="target_epsilon",
+            "A target_epsilon, or correlated noise, is for so many steps, and the "
+            "Trainer does not say how many there will be.",
+            parameter="max_epochs",
             remedy="Give the Trainer max_epochs or max_steps.",
         )
     return steps

@@ -397,7 +397,9 @@ def _begin_noise(optimizer: Any) -> None:
         raise Refused(
             "The state that Accelerate loads has no correlated noise.",
             parameter="noise",
-            remedy="Call accelerator.prepare with the optimizer of make_private.",
+            remedy="Save by engine.save_checkpoint (with fully_shard each process to a "
+            "file of its own), or call accelerator.prepare with the optimizer of "
+            "make_private.",
         )
     optimizer.mix_noise()
     if optimizer.ledger is not None:

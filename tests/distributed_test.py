@@ -28,7 +28,7 @@ from opacus_ext.layers import (
     TopKFeedForward,
     freeze_routers,
 )
-from opacus_ext.optimizers import Banded
+from opacus_ext.optimizers import AdamBC, Banded, ScaledAdam
 from tests import processes
 from tests.common import clipped_sum, make_private, norms_of, square_loss, trainable
 from tests.neighbors.cases import setting
@@ -340,6 +340,9 @@ def noise_of(mode: str, clipping: str = "flat") -> Dict[str, Any]:
     }
 
 
+AWARE = [
+    (kind, mode) for kind in (AdamBC, ScaledAdam) for mode in ("hooks", "ghost_bk")
+]
 PLAN = Banded(bands=3, steps=16, momentum=0.5)
 
 
@@ -390,6 +393,26 @@ def correlated() -> Dict[str, Any]:
         "states": [whole(model), whole(resumed)],
         "history": private.engine.accountant.history,
     }
+
+
+def aware_run(kind, mode, steps=4):
+    """The weights after steps of an optimizer that knows the noise."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 3)).double()
+    private = make_private(
+        DDP(model) if dist.is_initialized() else model,
+        mode,
+        batch_size=6,
+        optimizer=kind(model.parameters(), lr=0.1),
+        noise_multiplier=2.0,
+        noise_generator=torch.Generator().manual_seed(3),
+    )
+    for step in range(steps):
+        batch = torch.randn(6, 5, generator=torch.Generator().manual_seed(step))
+        if dist.is_initialized():
+            batch = share(batch, [4, 2])
+        private.step(batch.double(), square_loss)
+    return whole(model)
 
 
 def evaluation() -> torch.Tensor:
@@ -644,6 +667,7 @@ def jobs(folder: str, size: int) -> processes.Jobs:
         "copied": copied,
         "refused": lambda: refusals(REFUSED),
         "correlated": correlated,
+        "aware": lambda: [aware_run(*of) for of in AWARE] if size == 2 else None,
         "one record": one_record_moves,
     }
 
@@ -699,6 +723,13 @@ def test_correlated_noise(group):
     for found in (first, second):
         assert found["history"] == private.engine.accountant.history
         assert_close(found["states"], whole(model), 1e-10)
+
+
+def test_optimizers_that_know_the_noise(group):
+    """Each process has the weights of one process that has all samples."""
+    for number, (kind, mode) in enumerate(AWARE):
+        states = [found[number] for found in group(2).of("aware")]
+        assert_close(states, aware_run(kind, mode), 1e-10)
 
 
 @pytest.mark.parametrize("size", [2, 4])

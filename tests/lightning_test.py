@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from opacus_ext import Refused
-from opacus_ext.optimizers import Banded
+from opacus_ext.optimizers import AdamBC, ScaledAdam
 from opacus_ext.statement import read_statement
 
 from .common import assert_same
@@ -133,6 +133,29 @@ def test_two_epochs(mode, automatic, physical):
     assert physical is None or max(model.sizes) == 2 < max(sizes)
     assert lightning.global_step == 12
     assert callback.engine.accountant.history == [(0.0, BATCH / RECORDS, 12)]
+
+
+@pytest.mark.parametrize("kind", [AdamBC, ScaledAdam])
+@pytest.mark.parametrize("automatic", [True, False])
+def test_optimizers_that_know_the_noise(kind, automatic):
+    """They are told of each step's noise, and their scales divide gradients."""
+    told, optimizers = [], []
+
+    class Aware(Classifier):
+        def configure_optimizers(self):
+            optimizer = kind(self.parameters(), lr=0.01)
+            optimizer.register_step_pre_hook(
+                lambda o, *_: told.append(getattr(o, "noise_variance", 0))
+            )
+            optimizers.append(optimizer)
+            return optimizer
+
+    model = Aware(automatic)
+    fit(model, privacy("ghost_bk", noise_multiplier=2.0), max_epochs=2)
+    if kind is AdamBC:
+        assert told == [pytest.approx((2.0 * 0.5 / BATCH) ** 2)] * 12
+    else:
+        assert len(optimizers[0].gradient_scales()) == len([*model.parameters()])
 
 
 @pytest.mark.parametrize("stop", [4, 6])
@@ -410,12 +433,6 @@ REFUSED = {
         "training loader",
     ),
     "two loaders": ({}, dict(make=lambda: [loader()] * 2), "training loader"),
-    # Its draws would be accounted for as those of CyclicPoisson.
-    "correlated noise": (
-        {},
-        dict(settings={"noise": Banded(bands=2, steps=6)}),
-        "no correlated noise",
-    ),
 }
 STEPS = {"accumulates later": RECORDS // BATCH + 1, "another optimizer": 2}
 

@@ -26,6 +26,7 @@ from opacus_ext.data.logical import derive_seed
 from opacus_ext.grad_sample.adapter.model import PrivateModel
 from opacus_ext.ledger import LEDGER
 from opacus_ext.losses import RecordModel, cross_entropy
+from opacus_ext.optimizers import AdamBC, ScaledAdam
 from opacus_ext.refused import Refused
 from opacus_ext.runs import ACCOUNTANT
 from opacus_ext.runs import RUNS as SETTINGS
@@ -194,6 +195,29 @@ def test_a_run_is_that_of_the_oracle(name, mode, tmp_path, monkeypatch):
 
 
 # -- draws -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [AdamBC, ScaledAdam])
+def test_optimizers_that_know_the_noise(kind, tmp_path):
+    """They are told of each step's noise, and go on as if they had not been stopped."""
+
+    def run(**given):
+        model = gpt2()
+        optimizer, told = kind(model.parameters(), lr=0.01), []
+        name = "noise_variance"
+        optimizer.register_step_pre_hook(lambda o, *_: told.append(getattr(o, name, 0)))
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+        run = trainer(tmp_path, model, optimizers=(optimizer, schedule), **SAVING)
+        run.train(**given)
+        return run, optimizer, told
+
+    whole, optimizer, told = run()
+    again, _, _ = run(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert distance(weights(whole.model), weights(again.model)) == 0
+    if kind is AdamBC:
+        assert told == [pytest.approx((1.0 / 6) ** 2)] * 4
+    else:
+        assert len(optimizer.gradient_scales()) == len([*whole.model.parameters()])
 
 
 class Counting(PrivateTrainer):

@@ -56,6 +56,10 @@ class _Allocating(Poisson):
         """Returns the entry of an accountant's history for so many epochs."""
         raise NotImplementedError
 
+    def allocate(self, records: int, generator: Any) -> torch.Tensor:
+        """Returns the numbers of each record's batches, ``[records, k]``"""
+        raise NotImplementedError
+
     def step_of(self, noise_multiplier: float, records: int) -> Tuple[float, float]:
         """Returns noise and rate of the entry, as accountants have them."""
         return self.entry(noise_multiplier)[:2]

@@ -376,7 +376,8 @@ def account_rounds(
     """
     kind = sampling.kind_of_round(noise_multiplier, records, strategy)
     if kind is not None:
-        _account(accountant, *kind, rounds - known)
+        noise, rate = kind
+        _account(accountant, noise, rate, rounds - known)
         return
     assert strategy is not None
     square = 0.0

@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any, Callable, Dict, Hashable, List, Mapping, Optional
+from typing import (
+    Any,
+    Callable,
+    Collection,
+    Dict,
+    Hashable,
+    List,
+    Mapping,
+    Optional,
+    Tuple,
+)
 
 import numpy as np
 import torch
@@ -12,6 +22,9 @@ from opacus_ext import strategies
 from opacus_ext.refused import Refused
 from opacus_ext.strategies import Strategy
 
+#: Which share of some parameters a process has, and their places.
+Name = Tuple[Any, ...]
+
 
 class CorrelatedNoise:
     """
@@ -20,7 +33,7 @@ class CorrelatedNoise:
     A strategy computes a row from what was kept of the rows before, as many tensors of
     the size of the model, in float32 or wider, as its ``memory``; or from rows of ``Z``
     that are drawn again from the states of their generator, if it ``draws_again``. Of
-    several processes, that which adds the noise of a parameter keeps its rows.
+    several processes, that which adds noise to a share of a parameter keeps its rows.
 
     Args:
         strategy: C
@@ -37,8 +50,8 @@ class CorrelatedNoise:
         #: The bins of records, where they are drawn once for the run.
         self.allocation: Optional[torch.Tensor] = None
         self._drawing = False  # True if a step's noise is drawn, or was in part
-        self._past: Dict[Hashable, torch.Tensor] = {}  # [memory, ...]
-        self._states: Dict[Hashable, torch.Tensor] = {}  # of generators
+        self._past: Dict[Name, torch.Tensor] = {}  # [memory, ...]
+        self._states: Dict[Name, torch.Tensor] = {}  # of generators
 
     @property
     def is_amplified(self) -> bool:
@@ -47,7 +60,7 @@ class CorrelatedNoise:
 
     def __call__(
         self,
-        name: Hashable,
+        name: Name,
         draw: Callable[[torch.Generator], torch.Tensor],
         generator: torch.Generator,
     ) -> torch.Tensor:
@@ -55,7 +68,7 @@ class CorrelatedNoise:
         The row for some parameters at this step.
 
         Args:
-            name: of the parameters
+            name: of the parameters: which share of them, and their places
             draw: draws independent noise of std 1
             generator: to draw from
 
@@ -75,17 +88,19 @@ class CorrelatedNoise:
             self._states[name] = state
         return row
 
-    def _kept(self, name: Hashable, z: torch.Tensor) -> torch.Tensor:
+    def _kept(self, name: Name, z: torch.Tensor) -> torch.Tensor:
         """Returns what was kept of the rows before, which the strategy updates."""
         if name not in self._past:
             if self.strategy.memory:
                 self._refuse_missing()
             self._past[name] = z.new_zeros(self.strategy.memory, *z.shape)
+        elif self._past[name].device != z.device:  # a checkpoint's
+            self._past[name] = self._past[name].to(z.device)
         return self._past[name]
 
     def _drawn_again(
         self,
-        name: Hashable,
+        name: Name,
         draw: Callable[[torch.Generator], torch.Tensor],
         z: torch.Tensor,
     ) -> torch.Tensor:
@@ -96,14 +111,30 @@ class CorrelatedNoise:
         generator = torch.Generator(z.device).set_state(self._states[name])
         return draw(generator).to(z.dtype)[None]
 
+    def check_shares(self, shares: Collection[Hashable]) -> None:
+        """
+        Checks that what the next step takes back is there, before the step begins.
+
+        Args:
+            shares: to which this process adds noise
+
+        Raises:
+            Refused: if the checkpoint was of other shares
+        """
+        kept = self._states if self.strategy.draws_again else self._past
+        if not {share for share, *_ in kept}.issuperset(shares):
+            self._refuse_missing()
+
     def _refuse_missing(self) -> None:
         if self.taken:
             raise Refused(
                 f"There is no noise of {self.taken} steps before to take back: the "
-                "checkpoint is of a process that did not add it.",
+                "checkpoint is of a process that did not add it, or that had another "
+                "share of the model.",
                 parameter="noise",
-                remedy="Load that of process 0, or with experts spread over "
-                "processes that of each its own.",
+                remedy="With DistributedDataParallel load that of process 0. With "
+                "fully_shard, or experts that are spread, take as many processes as "
+                "before, and load in each what it has saved.",
             )
 
     def begin(self, noise_multiplier: float, trained: List[int]) -> None:
