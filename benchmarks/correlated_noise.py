@@ -25,7 +25,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import opacus_ext  # noqa: F401
 from opacus_ext.data import CyclicPoisson, Poisson
-from opacus_ext.strategies.stream import CorrelatedNoise
 from opacus_ext.planner.strategies import NoiseChoice, noise_strategies
 from opacus_ext.strategies import (
     Banded,
@@ -34,6 +33,7 @@ from opacus_ext.strategies import (
     LambdaCGD,
     Strategy,
 )
+from opacus_ext.strategies.stream import CorrelatedNoise
 
 DELTA = 1e-5
 #: Batch size, epochs, momentum, epsilon.
