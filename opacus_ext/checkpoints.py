@@ -10,8 +10,7 @@ from typing import Any, Dict, Optional
 import opacus
 import torch
 
-from opacus_ext.accountants.mechanisms import is_drawn
-from opacus_ext.ledger import LEDGER, ledger_of
+from opacus_ext.ledger import LEDGER, is_drawn, ledger_of
 from opacus_ext.refused import Refused
 from opacus_ext.runs import ACCOUNTANT, RUNS, add_runs, spent_by
 

@@ -67,13 +67,13 @@ from opacus_ext.loop import watch_loader, watch_steps
 from opacus_ext.losses import PerSample
 from opacus_ext.modes import find_mode, find_optimizer, name_of, refuse_unfit
 from opacus_ext.optimizers import adaptive
-from opacus_ext.optimizers.correlated import CorrelatedNoise
 from opacus_ext.optimizers.optimizer import ClippingOptimizer
 from opacus_ext.refused import Refused
 from opacus_ext.runs import add_run, count_steps, runs_of
 from opacus_ext.secure import SecureSource
 from opacus_ext.statement import privacy_statement
 from opacus_ext.strategies import Strategy
+from opacus_ext.strategies.stream import CorrelatedNoise
 from opacus_ext.supported import ADAPTIVE_ENGINE, Run, kind_of, refuse
 from opacus_ext.tables import in_a_line
 
@@ -265,6 +265,8 @@ class PrivacyEngine(opacus.PrivacyEngine):
         loader = data_loader
         if sampling is not None:
             loader = loader_of(sampling, place, data_loader, batch_first, rand_on_empty)
+            step = sampling.step_of(1.0, count_records(loader.dataset))
+            refuse_mixed([*self.accountant.history, (*step, 1)])
         # Then the model is changed.
         with _put_back_if_it_fails(self, module, data_loader, by_hand, is_new):
             made = _stock["make_private"](
@@ -698,8 +700,6 @@ def _sampling(
         sampling = sampling or stock_sampling(data_loader)
     if sampling is not None:
         check_sampling(sampling, poisson_sampling)
-        step = *sampling.step_of(1.0, len(data_loader.dataset)), 1
-        refuse_mixed([*engine.accountant.history, step])
         return sampling
     check_drawn(data_loader, poisson_sampling)
     # Opacus's own loader leaves empty batches out, so that processes get out of

@@ -12,8 +12,6 @@ from opacus.utils.uniform_sampler import UniformWithReplacementSampler
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from opacus_ext.accountants.mechanisms import is_drawn
-from opacus_ext.accountants.whole import add_steps
 from opacus_ext.refused import warn_once
 
 #: Key of an entry of ``runs``: sentences on why the guarantee does not hold.
@@ -121,7 +119,11 @@ class Ledger:
 
     def add(self, noise_multiplier: float, sample_rate: float, steps: int = 1) -> None:
         """Adds steps."""
-        add_steps(self.history, noise_multiplier, sample_rate, steps)
+        kind = noise_multiplier, sample_rate
+        if self.history and self.history[-1][:2] == kind:
+            self.history[-1] = (*kind, self.history[-1][2] + steps)
+        else:
+            self.history.append((*kind, steps))
 
     def missing(self, history: Iterable[Any], others: bool = False) -> History:
         """
@@ -130,6 +132,14 @@ class Ledger:
         """
         ledgers = (self, *self.others) if others else (self,)
         return difference([x for each in ledgers for x in each.history], history)
+
+
+def is_drawn(noise_multiplier: float, sample_rate: float) -> bool:
+    """
+    Returns True for steps on records that were drawn at random: of a sampling rate, or
+    of a :class:`~opacus_ext.accountants.mechanisms.Mechanism`.
+    """
+    return getattr(noise_multiplier, "is_drawn", sample_rate < 1)
 
 
 def difference(history: Iterable[Any], known: Iterable[Any]) -> History:

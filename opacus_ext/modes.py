@@ -35,12 +35,14 @@ from opacus_ext.optimizers.distributed import (
     DistributedGhostDPOptimizer,
     DistributedHooksDPOptimizer,
 )
+from opacus_ext.optimizers.noise_aware import refuse_scales
 from opacus_ext.optimizers.optimizer import (
     GhostDPOptimizer,
     HooksDPOptimizer,
     optimizer_class,
 )
 from opacus_ext.refused import Refused
+from opacus_ext.supported import kind_of
 from opacus_ext.validators import TRAINED_AS_IS
 
 
@@ -122,7 +124,18 @@ def refuse_unfit(
             remedy="Call cleanup() of what make_private returned first, and pass the "
             "model itself again, which it has as _module.",
         )
+    kind = type(getattr(optimizer, "original_optimizer", optimizer))
+    scales = hasattr(kind, "gradient_scales")
+    if scales and kind_of(module) in ("fully_shard", "expert_parallel"):
+        refuse_scales(kind.__name__)
     if find_mode(grad_sample_mode) is None:
+        if scales or hasattr(kind, "noise_variance"):
+            raise Refused(
+                f"{kind.__name__} asks for the noise or the clipping of each step, "
+                f"which mode {grad_sample_mode!r} of Opacus does not tell it.",
+                parameter="grad_sample_mode",
+                remedy=f"Choose one of {', '.join(MODES)}, or torch.optim.AdamW.",
+            )
         _refuse_trained_as_is(module, grad_sample_mode)
         return
     if clipping != ADAPTIVE:

@@ -15,7 +15,7 @@ from opacus_ext.accountants.whole import record_whole
 from opacus_ext.data.sampling import Sampling
 from opacus_ext.data.users import unit_of
 from opacus_ext.ledger import LEDGER, difference, ledger_of, with_steps
-from opacus_ext.optimizers.correlated import CorrelatedNoise
+from opacus_ext.strategies.stream import CorrelatedNoise
 
 #: Attribute of an engine and key of its checkpoints: one entry per ``make_private``.
 RUNS = "opacus_ext_runs"

@@ -26,11 +26,10 @@ from opacus_ext.accountants.mechanisms import (
     Mechanism,
     count_of,
     from_json,
-    is_drawn,
 )
 from opacus_ext.accountants.solver import default_delta
 from opacus_ext.checkpoints import read
-from opacus_ext.ledger import BROKEN, LEDGER, Ledger, ledger_of, with_steps
+from opacus_ext.ledger import BROKEN, LEDGER, Ledger, is_drawn, ledger_of, with_steps
 from opacus_ext.refused import Refused, check_number
 from opacus_ext.runs import ACCOUNTANT, RUNS, installed_versions, runs_of
 from opacus_ext.tables import in_a_line
@@ -56,8 +55,8 @@ _NEIGHBORS = {
         "replaced by nothing; the number of {units} counts as public"
     ),
     "exchange one": (
-        "two data sets of as many {units}, of which one {unit} is another in each; the "
-        "number of {units} counts as public"
+        "two data sets of as many {units}, which differ in the content of one {unit}; "
+        "the number of {units} counts as public"
     ),
     "leave one out in its place": (
         "two data sets, of which one lacks one {unit}; all others keep their places"
@@ -67,14 +66,14 @@ _NEIGHBORS = {
 _DRAWN = {
     "poisson": "each draws every {unit} with probability {sample_rate:.6g} (Poisson "
     "sampling)",
-    "random_allocation": "every {unit} is in {selected} of each {batches:,}, drawn "
-    "anew for each epoch (random allocation)",
-    "balls_in_bins": "every {unit} is in one of {bins:,}, the same one in each epoch "
-    "(balls in bins)",
+    "random_allocation": "every {unit} is in {selected} of each {batches:,} batches, "
+    "drawn anew for each epoch (random allocation)",
+    "balls_in_bins": "every {unit} is in one of each {bins:,} batches, the same one "
+    "in each epoch (balls in bins)",
     "truncated_poisson": "each draws every {unit} with probability {sample_rate:.6g}, "
     "and of more than {max_batch_size:,} a random part of so many (truncated Poisson "
     "sampling)",
-    "fixed_size": "each draws a random set of the share {sample_rate:.6g} of all "
+    "fixed_size": "each draws a random set of one size, {sample_rate:.6g} of all "
     "{units} (fixed batch size)",
 }
 _NOT_COVERED = (
@@ -320,7 +319,7 @@ def state(
     proven = holds != "no" and not infinite
     secure = all(run["secure_mode"] for run in runs) if runs else None
     texts = [*_NOT_COVERED, *(_SECURE if secure else _INSECURE)]
-    if any(rate < 1 for _, rate, _ in accountant.history):
+    if all(phase["sampling"] == "poisson" for phase in phases) and any(drawn):
         texts.append(_ADDITION)
     count = "" if private else f", and the number of {units}"
     not_covered = [text.format(unit=unit, units=units, count=count) for text in texts]

@@ -12,6 +12,9 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from opacus_ext import Refused
+from opacus_ext.accountants.mechanisms import Allocated, Binned
+from opacus_ext.data import BallsInBins, RandomAllocation
+from opacus_ext.optimizers import AdamBC, ScaledAdam
 from opacus_ext.statement import read_statement
 
 from .common import assert_same
@@ -134,6 +137,29 @@ def test_two_epochs(mode, automatic, physical):
     assert callback.engine.accountant.history == [(0.0, BATCH / RECORDS, 12)]
 
 
+@pytest.mark.parametrize("kind", [AdamBC, ScaledAdam])
+@pytest.mark.parametrize("automatic", [True, False])
+def test_optimizers_that_know_the_noise(kind, automatic):
+    """They are told of each step's noise, and their scales divide gradients."""
+    told, optimizers = [], []
+
+    class Aware(Classifier):
+        def configure_optimizers(self):
+            optimizer = kind(self.parameters(), lr=0.01)
+            optimizer.register_step_pre_hook(
+                lambda o, *_: told.append(getattr(o, "noise_variance", 0))
+            )
+            optimizers.append(optimizer)
+            return optimizer
+
+    model = Aware(automatic)
+    fit(model, privacy("ghost_bk", noise_multiplier=2.0), max_epochs=2)
+    if kind is AdamBC:
+        assert told == [pytest.approx((2.0 * 0.5 / BATCH) ** 2)] * 12
+    else:
+        assert len(optimizers[0].gradient_scales()) == len([*model.parameters()])
+
+
 @pytest.mark.parametrize("stop", [4, 6])
 def test_resume(stop, tmp_path):
     """
@@ -162,6 +188,36 @@ def test_resume(stop, tmp_path):
     assert other.get_epsilon() == one.get_epsilon()
     first, second = (run(path, False)[0] for _ in range(2))
     assert distance(first, second) > 1e-2 and distance(first, whole) > 1e-2
+
+
+@pytest.mark.parametrize("stop", [2, 4])
+@pytest.mark.parametrize(
+    "sampling, kind",
+    [
+        (RandomAllocation(steps=4), Allocated(1.0, 4, 1)),
+        (BallsInBins(bins=4), Binned(1.0, 4)),
+    ],
+)
+def test_batches_of_an_epoch_that_are_drawn_at_once(sampling, kind, stop, tmp_path):
+    """An epoch of Lightning has their number; one that goes on is counted once."""
+    path = tmp_path / "a.ckpt"
+
+    def run(steps, path=None, **given):
+        given = {"sampling": sampling, "noise_multiplier": 1.0, **given}
+        model, callback = Classifier(), privacy("ghost_bk", **given)
+        lightning = trainer(callback, max_steps=steps)
+        lightning.fit(model, loader(), ckpt_path=path)
+        return weights(model), callback.engine.accountant.history, model, lightning
+
+    whole, history, model, _ = run(10, repeat_noise=True)
+    assert history == [(kind, 1.0, 3)]
+    assert [sum(model.sizes[i : i + 4]) for i in (0, 4)] == [RECORDS] * 2
+    run(stop, repeat_noise=True)[-1].save_checkpoint(path)
+    rest, again, *_ = run(10, path, repeat_noise=True)
+    assert distance(whole, rest) == 0 and again == history
+    secure = {"secure_mode": True, "seed": None}
+    run(stop, **secure)[-1].save_checkpoint(path)
+    assert run(10, path, **secure)[1] == [(kind, 1.0, 3 + (stop == 2))]
 
 
 class Seen(L.Callback):

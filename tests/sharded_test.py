@@ -3,6 +3,7 @@
 The oracle is the same training in a single process (processes.py).
 """
 
+import copy
 import functools
 import math
 import random
@@ -31,6 +32,7 @@ from torch.utils.data import TensorDataset
 from opacus_ext import clipped_grads, per_sample_grads
 from opacus_ext.data import Poisson
 from opacus_ext.grad_sample.core.vmap import is_batched
+from opacus_ext.optimizers import AdamBC, ScaledAdam
 from tests import processes
 from tests.common import clipped_sum, make_private, next_token_loss, norms_of, oracle
 from tests.processes import (
@@ -335,6 +337,31 @@ ASKING = [
 ]
 
 
+def aware():
+    """
+    Steps of AdamBC on shards, the last one after its state went through a checkpoint,
+    and on whole parameters that get the same gradients.
+    """
+    model = sharded()
+    shards = AdamBC(model.parameters(), lr=0.1)
+    plain = [nn.Parameter(p.full_tensor()) for p in model.parameters()]
+    alone, told = AdamBC(plain, lr=0.1), []
+    shards.register_step_pre_hook(lambda *_: told.append(shards.noise_variance))
+    private = PLAIN.private(model, 4, optimizer=shards, noise_multiplier=1.0)
+    for step in range(4):
+        if step == 3:
+            saved = copy.deepcopy(get_optimizer_state_dict(model, shards))
+            for state in shards.state.values():
+                state["noise"] = 0.0
+            set_optimizer_state_dict(model, shards, saved)
+        private.step(ids_of(2), PLAIN.losses)
+        for p, whole_one in zip(model.parameters(), plain):
+            whole_one.grad = p.grad.full_tensor()
+        alone.noise_variance = told[-1]
+        alone.step()
+    return told, list(whole(model).values()), [p.detach() for p in plain]
+
+
 def asking():
     """Clipped sums, and in how many calls of the loss."""
     found = {}
@@ -432,6 +459,11 @@ def private_part(ignores=False):
     PLAIN.private(model)
 
 
+def scaled():
+    model = sharded()
+    PLAIN.private(model, optimizer=ScaledAdam(model.parameters()))
+
+
 def without_values():
     with torch.device("meta"):
         PLAIN.private(fully_shard(Net()))
@@ -460,6 +492,14 @@ REFUSED = {
         )
         for mode in ("hooks", "functorch")
     },
+    "scales": (
+        scaled,
+        "Take torch.optim.AdamW or opacus_ext.optimizers.AdamBC",
+    ),
+    "scale=": (
+        lambda: clipped_grads(lambda ids: 0, sharded(), ids_of(2), 1.0, scale={"a": 1}),
+        "is not computed for models sharded",
+    ),
     "part": (private_part, "Call fully_shard on the whole model, last"),
     "ignored": (lambda: private_part(ignores=True), "table.weight is not sharded"),
     "meta": (without_values, "table.weight is on the meta device"),
@@ -566,6 +606,7 @@ def jobs(folder: str, size: int):
             "noise": noise_of,
             "saved": functools.partial(saved, folder),
             "mixed": mixed,
+            "aware": aware,
             "drawn": drawn,
             "refused": lambda: refusals(REFUSED),
             "choices": choices,
@@ -603,6 +644,13 @@ def test_noise(group):
             assert_noise(added)
         assert_noise(*one["0.weight"].chunk(2))
     assert_noise(*(step["0.weight"] for step in first))
+
+
+def test_adam_that_knows_the_noise(group):
+    for told, found, expected in group(2).of("aware"):
+        assert told == [pytest.approx((BOUND / 4) ** 2)] * 4
+        for x, y in zip(found, expected):
+            torch.testing.assert_close(x, y, rtol=1e-10, atol=1e-10)
 
 
 def test_saved_by_two_and_loaded_by_three_processes(group):

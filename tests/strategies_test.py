@@ -20,7 +20,6 @@ import opacus_ext  # noqa: F401
 from opacus_ext.accountants.mechanisms import Binned
 from opacus_ext.data import BallsInBins, CyclicPoisson, Poisson
 from opacus_ext.losses import PerSample
-from opacus_ext.optimizers.correlated import CorrelatedNoise
 from opacus_ext.refused import Refused
 from opacus_ext.strategies import (
     Banded,
@@ -29,6 +28,7 @@ from opacus_ext.strategies import (
     LambdaCGD,
     Participation,
 )
+from opacus_ext.strategies.stream import CorrelatedNoise
 
 N = 8
 STRATEGIES = {

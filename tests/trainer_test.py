@@ -6,6 +6,7 @@ stopped.
 """
 
 import copy
+import functools
 import inspect
 import json
 import os
@@ -21,11 +22,14 @@ from torch.utils.data import IterableDataset
 from transformers import DataCollatorForLanguageModeling, TrainerCallback
 from transformers import default_data_collator as collate
 
+from opacus_ext.accountants.mechanisms import Allocated, Binned
+from opacus_ext.data import RandomAllocation
 from opacus_ext.data.collators import RecordCollator
 from opacus_ext.data.logical import derive_seed
 from opacus_ext.grad_sample.adapter.model import PrivateModel
 from opacus_ext.ledger import LEDGER
 from opacus_ext.losses import RecordModel, cross_entropy
+from opacus_ext.optimizers import AdamBC, ScaledAdam
 from opacus_ext.refused import Refused
 from opacus_ext.runs import ACCOUNTANT
 from opacus_ext.runs import RUNS as SETTINGS
@@ -194,6 +198,29 @@ def test_a_run_is_that_of_the_oracle(name, mode, tmp_path, monkeypatch):
 
 
 # -- draws -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [AdamBC, ScaledAdam])
+def test_optimizers_that_know_the_noise(kind, tmp_path):
+    """They are told of each step's noise, and go on as if they had not been stopped."""
+
+    def run(**given):
+        model = gpt2()
+        optimizer, told = kind(model.parameters(), lr=0.01), []
+        name = "noise_variance"
+        optimizer.register_step_pre_hook(lambda o, *_: told.append(getattr(o, name, 0)))
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+        run = trainer(tmp_path, model, optimizers=(optimizer, schedule), **SAVING)
+        run.train(**given)
+        return run, optimizer, told
+
+    whole, optimizer, told = run()
+    again, _, _ = run(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert distance(weights(whole.model), weights(again.model)) == 0
+    if kind is AdamBC:
+        assert told == [pytest.approx((1.0 / 6) ** 2)] * 4
+    else:
+        assert len(optimizer.gradient_scales()) == len([*whole.model.parameters()])
 
 
 class Counting(PrivateTrainer):
@@ -519,6 +546,69 @@ def test_the_other_order_of_bases():
 
 
 # -- checkpoints -------------------------------------------------------------------
+
+
+class Sized(PrivateTrainer):
+    sizes = ()  # of draws
+
+    def get_batch_samples(self, *args):
+        items, count = super().get_batch_samples(*args)
+        self.sizes += tuple(item[-1].drawn for item in items[-1:])
+        return items, count
+
+
+SAMPLINGS = {
+    "allocation": ({"sampling": "allocation"}, Allocated(1.0, 7, 1)),
+    "bins": ({"sampling": "balls_in_bins"}, Binned(1.0, 7)),
+    "public": ({"sampling": "allocation", "public_records": 30}, Allocated(1.0, 5, 1)),
+    "two of three": (RandomAllocation(steps=3, selected=2), Allocated(1.0, 3, 2)),
+}
+
+
+@pytest.mark.parametrize("name", SAMPLINGS)
+def test_batches_of_an_epoch_that_are_drawn_at_once(name, tmp_path):
+    """A run that is stopped in an epoch goes on in it, and counts it once."""
+    given, kind = SAMPLINGS[name]
+    cls, privacy = functools.partial(Sized, sampling=given), private()
+    if isinstance(given, dict):
+        cls, privacy = Sized, private(**given)
+
+    def make():
+        saving = {**SAVING, "save_steps": 4, "max_steps": 9}
+        return trainer(tmp_path, cls=cls, privacy=privacy, **saving)
+
+    whole, rest = make(), make()
+    whole.train()
+    t, selected = kind.values[1], (*kind.values, 1)[2]
+    epochs = [whole.sizes[i : i + t] for i in range(0, 10 - t, t)]
+    assert [sum(epoch) for epoch in epochs] == [N * selected] * len(epochs)
+    assert (whole.sizes[:2] == whole.sizes[t : t + 2]) == (name == "bins")
+    assert history(whole) == [(kind, 1.0, -(-9 // t) * selected)]
+    rest.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+    assert distance(weights(whole.model), weights(rest.model)) == 0
+    assert history(rest) == history(whole)
+    phases = read_statement(tmp_path / "checkpoint-4", 1e-3).content["phases"]
+    assert phases == [kind.describe(-(-4 // t) * selected)]
+
+
+@pytest.mark.parametrize(
+    "given, message",
+    [
+        ({"privacy": {"sampling": "shuffle"}}, "is not one of 'poisson', 'allocation'"),
+        (
+            {
+                "privacy": {"sampling": "allocation"},
+                "sampling": RandomAllocation(steps=3),
+            },
+            "both say how batches are drawn",
+        ),
+        ({"sampling": "allocation"}, "sampling must say how batches are drawn"),
+    ],
+)
+def test_samplings_that_are_refused(given, message, tmp_path):
+    with pytest.raises(Refused, match=message):
+        privacy = private(**given.get("privacy", {}))
+        PrivateTrainer(gpt2(), arguments(tmp_path), **{**given, "privacy": privacy})
 
 
 def test_a_resumed_run_is_the_one_that_was_not_stopped(tmp_path):

@@ -35,6 +35,7 @@ class Mechanism(float):
     name = ""
     names: Tuple[str, ...] = ()
     rate = 1.0
+    is_drawn = True  # the batches, at random
     values: Tuple[Any, ...]
 
     def __new__(cls, *values: Any) -> Mechanism:
@@ -227,11 +228,6 @@ def upper_steps(mechanisms: Counter) -> List[Step]:
     for bins, square in binned.items():
         steps.append(Step(allocated(1 / math.sqrt(square), bins), 1))
     return steps
-
-
-def is_drawn(noise_multiplier: float, sample_rate: float) -> bool:
-    """Returns True for a step on records that were drawn at random."""
-    return sample_rate < 1 or isinstance(noise_multiplier, Mechanism)
 
 
 def count_of(history: Iterable[Any]) -> int:

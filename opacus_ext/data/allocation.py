@@ -56,6 +56,10 @@ class _Allocating(Poisson):
         """Returns the entry of an accountant's history for so many epochs."""
         raise NotImplementedError
 
+    def allocate(self, records: int, generator: Any) -> torch.Tensor:
+        """Returns the numbers of each record's batches, ``[records, k]``"""
+        raise NotImplementedError
+
     def step_of(self, noise_multiplier: float, records: int) -> Tuple[float, float]:
         """Returns noise and rate of the entry, as accountants have them."""
         return self.entry(noise_multiplier)[:2]
@@ -80,6 +84,12 @@ class _Allocating(Poisson):
     def draw(self, records: int, generator: Any, step: int = 0) -> torch.Tensor:
         """Returns the record numbers of one batch of a new allocation."""
         return self.batch(self.allocate(records, generator), step)
+
+    def _record(self, accountant: Any, records: int, optimizer: Any) -> None:
+        if getattr(optimizer, "correlated", None) is not None:
+            super()._record(accountant, records, optimizer)
+        else:  # An interrupt after the entry was added must not take it out again.
+            self._count(accountant, records, optimizer)
 
     def _count(self, accountant: Any, records: int, optimizer: Any) -> None:
         """

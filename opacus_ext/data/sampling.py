@@ -166,11 +166,12 @@ class Poisson:
                     "and split large ones by opacus.utils.batch_memory_manager."
                     "BatchMemoryManager.",
                 )
-            record_whole(
-                accountant, lambda: self._count(accountant, records, optimizer)
-            )
+            self._record(accountant, records, optimizer)
 
         return record
+
+    def _record(self, accountant: IAccountant, records: int, optimizer: Any) -> None:
+        record_whole(accountant, lambda: self._count(accountant, records, optimizer))
 
     def _count(self, accountant: IAccountant, records: int, optimizer: Any) -> None:
         self.account(accountant, records, optimizer.noise_multiplier)
@@ -376,7 +377,8 @@ def account_rounds(
     """
     kind = sampling.kind_of_round(noise_multiplier, records, strategy)
     if kind is not None:
-        _account(accountant, *kind, rounds - known)
+        noise, rate = kind
+        _account(accountant, noise, rate, rounds - known)
         return
     assert strategy is not None
     square = 0.0

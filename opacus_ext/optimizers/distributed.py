@@ -11,8 +11,10 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate
 
 from opacus_ext.grad_sample.core.sharded import in_buckets
+from opacus_ext.grad_sample.factors import Scale
 from opacus_ext.grad_sample.parallel.group import ExpertGroup
 from opacus_ext.grad_sample.parallel.sharding import group_of
+from opacus_ext.optimizers.noise_aware import refuse_scales
 from opacus_ext.optimizers.optimizer import (
     ClippingOptimizer,
     GhostDPOptimizer,
@@ -193,6 +195,13 @@ class _Distributed(Base):
         for p, bound in zip(self.params, bounds_of_params):
             bounds += [bound] * (self.world_size if group_of(p) else 1)
         return self.clipping.at(bounds).sensitivity("add_or_remove_one")
+
+    def take_scales(self) -> Dict[int, Scale]:
+        """See ``ClippingOptimizer``; shares of parameters have no scales."""
+        scales = super().take_scales()
+        if scales and any(map(self._is_sharded, self.params)):
+            refuse_scales(type(self.original_optimizer).__name__)
+        return scales
 
     def add_noise(self) -> None:
         """Adds noise and sums over the processes; sets ``p.grad``."""

@@ -25,7 +25,6 @@ from torch.distributed.tensor import DTensor
 
 from opacus_ext.data.spent import state_of
 from opacus_ext.ledger import note_beside
-from opacus_ext.optimizers.correlated import CorrelatedNoise
 from opacus_ext.refused import Refused
 from opacus_ext.secure import (
     SecureSource,
@@ -33,6 +32,7 @@ from opacus_ext.secure import (
     gaussian_grid,
     with_noise,
 )
+from opacus_ext.strategies.stream import CorrelatedNoise
 
 if TYPE_CHECKING:
     Base = DPOptimizer
@@ -89,6 +89,14 @@ class NoisyOptimizer(Base):
         if self.loss_reduction != "mean":
             return 1.0
         return self.expected_batch_size * self.accumulated_iterations
+
+    @property
+    def noise_variance(self) -> float:
+        """The variance of the noise in an entry of the gradients that a step takes."""
+        std = self.gradient_noise_multiplier * self.sensitivity / self.divisor
+        if self.correlated is not None:
+            std *= self.correlated.std
+        return std**2
 
     # -- the generator -----------------------------------------------------------------
 
@@ -242,6 +250,10 @@ class NoisyOptimizer(Base):
             self._add_noise(params)
             self._divided = self._divides
         self._sum_over_processes()
+        # An optimizer that allows for the noise (noise_aware.py) is told of it.
+        if hasattr(self.original_optimizer, "noise_variance"):
+            aware: Any = self.original_optimizer
+            aware.noise_variance = self.noise_variance
         for p in params:
             total = p.summed_grad
             if total.shape != p.shape:

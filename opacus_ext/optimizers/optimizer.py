@@ -40,7 +40,7 @@ from opacus_ext.clipping import (
 from opacus_ext.data.spent import NOT_TAKEN
 from opacus_ext.grad_sample.adapter.passes import Passes
 from opacus_ext.grad_sample.core.clip import ClippedSum
-from opacus_ext.grad_sample.factors import GradSample
+from opacus_ext.grad_sample.factors import GradSample, Scale, inverse_of
 from opacus_ext.ledger import note_beside, note_broken
 from opacus_ext.optimizers.adaptive import ADAPTIVE, AdaptiveBound
 from opacus_ext.optimizers.noise import NoisyOptimizer, divide, on_this_process
@@ -102,6 +102,7 @@ class ClippingOptimizer(NoisyOptimizer):
         # the sum so far.
         self.norms: List[Optional[torch.Tensor]] = []
         self._clipped_at: Optional[List[float]] = None  # the bounds of the sum so far
+        self._scales: Optional[Dict[int, Scale]] = None  # and what it was divided by
         groups = optimizer.param_groups
         trained = [p for group in groups for p in group["params"] if p.requires_grad]
         function = self.clipping.at(max_grad_norm)
@@ -326,6 +327,23 @@ class ClippingOptimizer(NoisyOptimizer):
         """
         self._check_same_bound()
         super().add_noise()
+        # Noise was added to sums of gradients that were divided by the scales.
+        scales = self.take_scales()
+        for p in self.params:
+            if id(p) in scales and p.grad is not None:
+                p.grad.div_(inverse_of(scales[id(p)]).view(p.shape))
+
+    def take_scales(self) -> Dict[int, Scale]:
+        """
+        Returns what the gradients of a logical batch are divided by before they are
+        clipped, by the ids of the parameters. The wrapped optimizer says it at the
+        first physical batch (``gradient_scales``); most have none.
+        """
+        if self._scales is None:
+            scales_of: Any = getattr(self.original_optimizer, "gradient_scales", dict)
+            scales = scales_of()
+            self._scales = dict(zip(map(id, scales), scales.values()))
+        return self._scales
 
     def _check_same_bound(self) -> None:
         now = self.every_bound
@@ -474,7 +492,7 @@ class ClippingOptimizer(NoisyOptimizer):
             if getattr(p, name, None) is not None:
                 setattr(p, name, None)
         if not self._is_last_step_skipped:
-            self.norms, self._clipped_at = [], None
+            self.norms, self._clipped_at, self._scales = [], None, None
 
 
 def _in_turn(*hooks: Optional[Callable[[Any], None]]) -> Optional[Callable]:
@@ -546,6 +564,7 @@ class HooksDPOptimizer(ClippingOptimizer, DPOptimizer):
             size,
             self.clipping_function,
             self.on_nonfinite,
+            scales=self.take_scales(),
         )
         if size:
             samples = {

@@ -14,6 +14,9 @@ from opacus_ext.refused import Refused, check_argument, check_number
 from opacus_ext.registry import MODES
 from opacus_ext.supported import Run, refuse
 
+#: Ways to draw batches, see PrivacyArguments.
+POISSON, ALLOCATION, BALLS_IN_BINS = "poisson", "allocation", "balls_in_bins"
+
 
 def _field(default: Any, text: str, **more: Any) -> Any:
     return field(default=default, metadata={"help": text, **more})
@@ -63,6 +66,9 @@ class PrivacyArguments:
             and noise without the traces of floating-point numbers; in one process
         public_records: a number of records that does not depend on the data, from which
             sampling rate and steps come: see ``make_private``
+        sampling: how batches are drawn: "poisson", each record with the same
+            probability; "allocation", each record in one batch of an epoch, drawn anew
+            each epoch; "balls_in_bins", each record in the same batch of all epochs
 
     Raises:
         Refused: for arguments that do not fit
@@ -96,6 +102,7 @@ class PrivacyArguments:
     secure_mode: bool = _field(False, "random numbers of the operating system")
     public_records: Optional[int] = _field(None, "a number known without the data")
     noise: str = _field(INDEPENDENT, "independent, or banded, which is correlated")
+    sampling: str = _field(POISSON, "poisson, allocation or balls_in_bins")
 
     def __post_init__(self) -> None:
         bound: Any = self.per_sample_max_grad_norm
@@ -129,6 +136,7 @@ class PrivacyArguments:
             ("grad_sample_mode", MODES),
             ("accountant", ("prv_bounds", "prv", "rdp")),
             ("monitor", ("off", "private")),
+            ("sampling", (POISSON, ALLOCATION, BALLS_IN_BINS)),
         ):
             if getattr(self, name) not in choices:
                 raise Refused(

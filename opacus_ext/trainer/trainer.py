@@ -24,6 +24,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 from transformers.utils import find_labels
 
+from opacus_ext.data.allocation import BallsInBins, RandomAllocation
 from opacus_ext.data.choice import public_batches
 from opacus_ext.data.logical import (
     PhysicalBatch,
@@ -55,7 +56,11 @@ from opacus_ext.refused import Refused, describe
 from opacus_ext.runs import add_before, spent_by
 from opacus_ext.statement import PrivacyStatement
 from opacus_ext.supported import Run, kind_of, refuse
-from opacus_ext.trainer.arguments import PrivacyArguments
+from opacus_ext.trainer.arguments import (
+    ALLOCATION,
+    BALLS_IN_BINS,
+    PrivacyArguments,
+)
 from opacus_ext.trainer.checkpoint import (
     forget_state,
     read_noise,
@@ -79,6 +84,7 @@ from opacus_ext.trainer.refusals import (
     refuse_data,
     refuse_environment,
     refuse_order,
+    refuse_sampling,
 )
 from opacus_ext.trainer.sharded import (
     adopt,
@@ -118,7 +124,9 @@ class _NoiseLog(TrainerCallback):
             {
                 "noise_multiplier": optimizer.noise_multiplier,
                 "sample_rate": trainer.sampling.rate(len(trainer.train_dataset)),
-                "expected_batch_size": trainer.sampling.expected_batch_size,
+                "expected_batch_size": trainer.sampling.divisor(
+                    len(trainer.train_dataset)
+                ),
                 "max_steps": trainer.state.max_steps,
                 "secure_mode": trainer.privacy.secure_mode,
             }
@@ -168,6 +176,8 @@ class PrivateTrainer(Trainer):
         args: of ``Trainer``. Of its TrainingArguments, ``max_grad_norm`` is off (its
             default, 1.0, counts as not given); what breaks privacy is refused
         privacy: the privacy of the run
+        sampling: how batches are drawn, of :mod:`opacus_ext.data`, in the place of
+            ``privacy.sampling``: its steps and sizes are those of the run
         kwargs: of ``Trainer``. A ``compute_loss_func`` gets the model's outputs and the
             labels of one record, in evaluation of a batch
 
@@ -201,7 +211,11 @@ class PrivateTrainer(Trainer):
         refuse_order(cls, PrivateTrainer)
 
     def __init__(
-        self, *args: Any, privacy: Optional[PrivacyArguments] = None, **kwargs: Any
+        self,
+        *args: Any,
+        privacy: Optional[PrivacyArguments] = None,
+        sampling: Optional[Sampling] = None,
+        **kwargs: Any,
     ):
         if not isinstance(privacy, PrivacyArguments):
             raise Refused(
@@ -211,6 +225,9 @@ class PrivateTrainer(Trainer):
                 remedy="Add privacy=PrivacyArguments(target_epsilon=8, "
                 "target_delta=1e-5), or what you need.",
             )
+        if sampling is not None:
+            refuse_sampling(sampling, privacy)
+        self._given_sampling = sampling
         for argument in (*args, *kwargs.values()):
             if isinstance(argument, TrainingArguments):
                 refuse_arguments(argument)
@@ -318,22 +335,31 @@ class PrivateTrainer(Trainer):
     @property
     def steps_per_epoch(self) -> int:
         """Records over the logical batch size, rounded up, as Trainer counts them."""
+        if self._given_sampling is not None:
+            return self._given_sampling.steps_per_epoch(len(self.train_dataset))
         records = self.privacy.public_records or len(self.train_dataset)
         return -(-records // self.logical_batch_size)
 
     @property
     def sampling(self) -> Sampling:
         """
-        Each record with the probability B / N, or B / ``public_records``; for
+        How batches are drawn: as given, or as ``privacy.sampling`` says. By default
+        each record with the probability B / N, or B / ``public_records``; for
         correlated noise from the parts of the data set in turn.
         """
         if self._training.sampling is not None:
             return self._training.sampling
-        if self.privacy.public_records is not None:
-            public = self.privacy.public_records
+        if self._given_sampling is not None:
+            return self._given_sampling
+        public, steps = self.privacy.public_records, self.steps_per_epoch
+        if self.privacy.sampling == ALLOCATION:
+            return RandomAllocation(steps=steps, public_records=public)
+        if self.privacy.sampling == BALLS_IN_BINS:
+            return BallsInBins(bins=steps, public_records=public)
+        if public is not None:
             return public_batches(public, self.logical_batch_size)
         size = min(self.logical_batch_size, len(self.train_dataset))
-        return Poisson(expected_batch_size=size, steps=self.steps_per_epoch)
+        return Poisson(expected_batch_size=size, steps=steps)
 
     def get_train_dataloader(self) -> DataLoader:
         """
@@ -620,6 +646,8 @@ class PrivateTrainer(Trainer):
         config["noise"] = str(self.privacy.noise)
         config["records"] = len(self.train_dataset)
         config["logical_batch_size"] = self.logical_batch_size
+        if self._given_sampling is not None:
+            config["sampling"] = repr(self._given_sampling)
         config["sample_rate"] = self.sampling.rate(config["records"])
         has_budget = self.privacy.target_epsilon is not None
         if has_budget or self.privacy.noise != INDEPENDENT:  # chosen for so many

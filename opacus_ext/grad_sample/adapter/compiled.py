@@ -247,6 +247,8 @@ class CompiledStep(CompiledModel):
     def _results(
         self, key: tuple, samples: Samples, count: int, total: Any
     ) -> tuple[Any, Any] | None:
+        if total.scales:  # gradients are divided eagerly
+            return None
         like, clipping = total.norms, total.clipping
         mask = _mask(samples.size, count, like)
         bound = like.new_tensor(clipping.bound)
@@ -289,7 +291,7 @@ class CompiledGroup(NamedTuple):
         roots, of_roots = zip(*pairs)
         slots = self.traced.slots
         of_slots = torch.autograd.grad(roots, slots, of_roots, allow_unused=True)
-        if not isinstance(total, ClippedSum):
+        if not isinstance(total, ClippedSum) or total.scales:
             self._add_eagerly(total, rows, of_slots)
             return
         with torch.no_grad(), full_precision(total.norms.device):

@@ -5,7 +5,16 @@ from __future__ import annotations
 import warnings
 import weakref
 from contextlib import contextmanager, nullcontext
-from typing import Any, Callable, ContextManager, Iterable, Iterator, Protocol, Sequence
+from typing import (
+    Any,
+    Callable,
+    ContextManager,
+    Iterable,
+    Iterator,
+    Mapping,
+    Protocol,
+    Sequence,
+)
 
 import torch
 from opacus.utils.fast_gradient_clipping_utils import DPTensorFastGradientClipping
@@ -35,6 +44,7 @@ from opacus_ext.grad_sample.core.group import SampleGroup
 from opacus_ext.grad_sample.core.groups import Samples, in_groups
 from opacus_ext.grad_sample.core.values import memory
 from opacus_ext.grad_sample.core.vmap import cache_kept, checkpoint_around
+from opacus_ext.grad_sample.factors import Scale
 from opacus_ext.ledger import note_broken
 from opacus_ext.private_torch import is_batched, set_compiler, skip, tree_map_only
 from opacus_ext.refused import ProcessFailure, Refused, warn_once
@@ -52,6 +62,9 @@ class PrivateOptimizer(Protocol):
     @property
     def clipping_function(self) -> Callable[[T], T]:
         """Returns the clipping function at its bound."""
+
+    def take_scales(self) -> Mapping[int, Scale]:
+        """Returns what gradients are divided by, by the ids of the parameters."""
 
     def set_clipped_sums(
         self, sums: Iterable[tuple[nn.Parameter, T]], norms: T

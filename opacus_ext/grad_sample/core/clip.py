@@ -9,7 +9,16 @@ from __future__ import annotations
 import functools
 import math
 import warnings
-from typing import Any, Callable, Iterable, Iterator, NamedTuple, Optional, Sequence
+from typing import (
+    Any,
+    Callable,
+    Iterable,
+    Iterator,
+    Mapping,
+    NamedTuple,
+    Optional,
+    Sequence,
+)
 
 import torch
 
@@ -21,9 +30,11 @@ from opacus_ext.grad_sample.core.values import Key
 from opacus_ext.grad_sample.factors import (
     ROUNDING,
     GradSample,
+    Scale,
     Squares,
     dtype_of,
     full_precision,
+    inverse_of,
     norm_of_each,
     real_rows,
     rounded_down,
@@ -453,9 +464,12 @@ class ClippedSum:
         passes: 2 to keep no gradients between norms and sum, see two_passes.py
         norms_of: makes the norms of a group, with the arguments of :class:`GroupNorms`
         reduce: maps sums of this process to what it has of those of all processes
+        scales: what gradients are divided by before they are clipped, by the ids of the
+            parameters
 
     Attributes:
-        norms: norms of the gradients before clipping ``[B]``, infinite if not finite
+        norms: norms of the gradients, divided by the scales, before clipping ``[B]``;
+            infinite if not finite
         reached: True if a sample had gradients of some parameter
     """
 
@@ -471,7 +485,9 @@ class ClippedSum:
         passes: int = 1,
         norms_of: Callable[..., GroupNorms] = GroupNorms,
         reduce: Reduce | None = None,
+        scales: Mapping[Key, Scale] | None = None,
     ):
+        self.scales = scales or {}
         self.names, self.params = list(params), list(params.values())
         check_parameters(clipping, len(self.params))
         self.clipping, self.on_nonfinite, self.scale = clipping, on_nonfinite, scale
@@ -508,6 +524,13 @@ class ClippedSum:
         self.add(rows, self.group_norms(group.size), samples)
         return of_inputs
 
+    def divided(self, key: Key, sample: GradSample) -> GradSample:
+        """Returns a parameter's gradients divided by its scale, if it has one."""
+        scale = self.scales.get(key)
+        if scale is None:
+            return sample
+        return sample.divided(scale)
+
     def group_norms(self, size: int, keep: bool = True) -> GroupNorms:
         """Makes norms for a group of this size; see :class:`GroupNorms`."""
         return self.norms_of(self.params, size, self.per_parameter, keep)
@@ -520,6 +543,9 @@ class ClippedSum:
     def add(self, rows: T | None, group: GroupNorms, samples: GradSamples) -> None:
         """Adds the gradients of a group."""
         self.reached |= bool(samples)
+        if self.scales:
+            pairs = samples.items()
+            samples = {key: self.divided(key, sample) for key, sample in pairs}
         with full_precision(self.norms.device):
             group.finish(samples)
             exact = functools.partial(self._exact, group, samples)
@@ -648,6 +674,11 @@ class ClippedSum:
         used = [i for i, p in enumerate(self.params) if id(p) in by_id]
         self.reached |= bool(used)
         dense = [upcast(by_id[id(self.params[i])]) for i in used]
+        for place, i in enumerate(used):
+            scale = self.scales.get(id(self.params[i]))
+            if scale is not None:
+                gradient = dense[place]
+                dense[place] = gradient * inverse_of(scale).view(gradient.shape)
         norms, bad = self._norms_alone(used, norm_of_each(dense)), None
         rows = torch.tensor([row], device=norms.device)
         norms = norms if self.per_parameter else norms.norm(dim=0)

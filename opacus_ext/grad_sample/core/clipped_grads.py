@@ -44,7 +44,12 @@ from opacus_ext.grad_sample.core.sharded import (
 )
 from opacus_ext.grad_sample.core.traced import TracedGroup
 from opacus_ext.grad_sample.core.values import Key, key_function
-from opacus_ext.grad_sample.factors import dtype_of, tf32_settings
+from opacus_ext.grad_sample.factors import (
+    Scale,
+    covers,
+    dtype_of,
+    tf32_settings,
+)
 from opacus_ext.grad_sample.rules import NotAtOnce
 from opacus_ext.private_torch import TreeSpec, tree_flatten, tree_unflatten
 from opacus_ext.refused import Refused, add_note, check_argument
@@ -59,8 +64,9 @@ class ClippedGrads(NamedTuple):
 
     Attributes:
         sums: by name, the sum over samples of the clipped gradients ``[*shape]``, in
-            float32 or wider
-        norms: norms of the gradients over all parameters, before clipping ``[B]``
+            float32 or wider; with ``scale`` those of the divided gradients
+        norms: norms of the gradients over all parameters, before clipping ``[B]``; with
+            ``scale`` those of the divided gradients
         losses: ``[B]``, detached
         aux: auxiliary values of the loss ``[B, ...]``, detached; None if there are none
     """
@@ -95,6 +101,7 @@ def clipped_grads(
     take: Take | None = None,
     microbatch: int | None = None,
     on_nonfinite: str = "drop",
+    scale: Mapping[str, Any] | None = None,
 ) -> ClippedGrads:
     """
     The sum over samples of their clipped gradients.
@@ -145,10 +152,10 @@ def clipped_grads(
     ================================= ================================================
 
     Under ``torch.compile(fullgraph=True)`` samples run at once. Branches on data,
-    ``take``, ``microbatch`` and ``on_nonfinite="raise"`` are errors there. A gradient
-    that is not finite, or whose norm is over 1e19 in float32, is dropped without a
-    warning (its norm is infinite). Where a gradient's terms cancel, its norm is a bound
-    from above. Each batch size is compiled separately, so draw few sizes.
+    ``take``, ``microbatch``, ``scale`` and ``on_nonfinite="raise"`` are errors there. A
+    gradient that is not finite, or whose norm is over 1e19 in float32, is dropped
+    without a warning (its norm is infinite). Where a gradient's terms cancel, its norm
+    is a bound from above. Each batch size is compiled separately, so draw few sizes.
 
     Args:
         loss: function of a sample, a tree of tensors ``[1, ...]``. Returns one number,
@@ -165,6 +172,12 @@ def clipped_grads(
             ``take.size(batch)`` is the number of samples
         microbatch: the most samples that run at once, which bounds memory
         on_nonfinite: "drop" or "raise"
+        scale: by name, what the gradients of a parameter are divided by before they are
+            clipped: positive numbers in a tensor ``[*shape]``, or a tuple of vectors
+            whose outer product it is, such as ``(rows [out], columns [in])``, which
+            keeps norms cheap. It must not depend on the batch. ``sums`` are those of
+            the divided gradients, so that the guarantees hold for them as they are: add
+            the noise first, then multiply by the scale
 
     Raises:
         Refused: see the table; nothing is changed then
@@ -196,11 +209,19 @@ def clipped_grads(
         )
     samples, size = samples_of(batch, take)
     if torch.compiler.is_compiling():
-        left_out = take is None, microbatch is None, on_nonfinite == "drop"
+        left_out = take is None, microbatch is None, on_nonfinite == "drop", not scale
         check_compiled(left_out)
         return _clipped_traced(loss, trained, samples[0], clip)
+    if scale and shards is not None:
+        raise Refused(
+            "scale= of clipped_grads is not computed for models sharded by "
+            "fully_shard.",
+            parameter="scale",
+            remedy="Leave it out, or train in one process or with DDP.",
+        )
+    scales = _scales(scale or {}, trained)
     if shards is None:
-        total = ClippedSum(trained, size, clip, on_nonfinite)
+        total = ClippedSum(trained, size, clip, on_nonfinite, scales=scales)
         run = _Losses(loss, trained, total)
         losses, auxiliary = run.compute(samples, microbatch)
         refuse_no_graph(total, size)
@@ -297,6 +318,50 @@ def _trained(params: Mapping[str, T], microbatch: int | None) -> dict[str, T]:
             remedy="Give dict(model.named_parameters()) of a model that is not frozen.",
         )
     return trained
+
+
+def _scales(scale: Mapping[str, Any], params: Mapping[str, T]) -> dict[Key, Scale]:
+    """Returns scales by the ids of the parameters; refuses those that do not fit."""
+    scales: dict[Key, Scale] = {}
+    for name, divisor in scale.items():
+        if name not in params:
+            raise Refused(
+                f"scale has {name!r}, which is no trainable parameter.",
+                parameter="scale",
+                remedy=f"Its names are those of params: {', '.join(params)}.",
+            )
+        parameter = params[name]
+        is_whole = isinstance(divisor, T)
+        vectors = (divisor,) if is_whole else divisor
+        check_argument(
+            f"scale[{name!r}]",
+            vectors,
+            type(vectors) in (tuple, list) and all(isinstance(v, T) for v in vectors),
+            "a tensor or a tuple of tensors",
+            "Give what the gradients of the parameter are divided by.",
+        )
+        shapes = [tuple(vector.shape) for vector in vectors]
+        if is_whole:
+            fits = shapes[0] == tuple(parameter.shape)
+        else:
+            widths = [shape[0] for shape in shapes if len(shape) == 1]
+            fits = len(widths) == len(shapes) and covers(parameter.shape, widths)
+        if not fits:
+            raise Refused(
+                f"scale[{name!r}] has shapes {shapes}, and the parameter has "
+                f"{tuple(parameter.shape)}.",
+                parameter="scale",
+                remedy="Give one tensor of the parameter's shape, or a tuple of "
+                "vectors, each for one axis or several in a row, left to right.",
+            )
+        if not all(bool((0 < v).all() and v.isfinite().all()) for v in vectors):
+            raise Refused(
+                f"scale[{name!r}] has entries that are not positive numbers.",
+                parameter="scale",
+                remedy="Clamp it from below: scale.clamp(min=1e-3).",
+            )
+        scales[id(parameter)] = [v.detach().to(parameter.device) for v in vectors]
+    return scales
 
 
 class _GroupLosses(NamedTuple):
@@ -507,7 +572,7 @@ def check_compiled(left_out: Sequence[bool] = (), reached: bool = True) -> None:
     Refuses what compiled code can't do: arguments that are not left out, TF32, which it
     can't leave, and a loss without a graph.
     """
-    arguments = "take", "microbatch", 'on_nonfinite="raise"'
+    arguments = "take", "microbatch", 'on_nonfinite="raise"', "scale"
     for name, is_left_out in zip(arguments, left_out):
         if not is_left_out:
             raise Refused(

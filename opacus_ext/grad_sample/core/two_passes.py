@@ -8,7 +8,7 @@ dropped as soon as they are complete.
 from __future__ import annotations
 
 import functools
-from typing import Any, Callable, Hashable, Sequence
+from typing import Any, Callable, Hashable, Iterable, Sequence
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
@@ -53,7 +53,8 @@ def add_in_two_passes(
 ) -> list[T | None]:
     """Adds the gradients of a group; see :meth:`~clip.ClippedSum.add_group`."""
     # Each pass gives every parameter and its gradients to a function of its own.
-    one_pass = functools.partial(_one_pass, group, outputs, grads, params, inputs)
+    passed = group, outputs, grads, params, inputs
+    one_pass = functools.partial(_one_pass, total, *passed)
     with full_precision(total.norms.device):
         norms = total.group_norms(group.size, keep=False)
         keys = list(map(id, total.params))
@@ -126,6 +127,7 @@ def _refused(has_segments: bool) -> Refused:
 
 
 def _one_pass(
+    total: Any,
     group: Group,
     outputs: Sequence[Root],
     grads: Sequence[T | None],
@@ -148,13 +150,17 @@ def _one_pass(
     )
     samples = collector.samples
 
+    def give(parameters: Iterable[T]) -> None:
+        for parameter in parameters:
+            key = id(parameter)
+            if key in samples:
+                take(parameter, total.divided(key, samples.pop(key)))
+
     def receive(use: ParameterUse, backprops: T) -> None:
-        for parameter in collector.add(use, backprops):
-            take(parameter, samples.pop(id(parameter)))
+        give(collector.add(use, backprops))
 
     def deliver(others: GradSamples) -> None:
-        for parameter in collector.add_samples(others):
-            take(parameter, samples.pop(id(parameter)))
+        give(collector.add_samples(others))
 
     receiver = Receiver(params, deliver, show)
     with torch.enable_grad():
@@ -162,9 +168,7 @@ def _one_pass(
             group, outputs, grads, receiver, inputs, receive, retain_graph=True
         )
     collector.finish()
-    for parameter in params:
-        if id(parameter) in samples:
-            take(parameter, samples.pop(id(parameter)))
+    give(params)
     return of_inputs
 
 

@@ -14,14 +14,17 @@ from opacus_ext.grad_sample.factors.grad_sample import (  # noqa: F401
     GradSample,
     OuterProducts,
     Term,
+    covers,
 )
 from opacus_ext.grad_sample.factors.rows import (  # noqa: F401
     ROUNDING,
     Factor,
     OneHot,
+    Scale,
     Squares,
     dtype_of,
     full_precision,
+    inverse_of,
     norm_of_each,
     real_rows,
     rounded_down,

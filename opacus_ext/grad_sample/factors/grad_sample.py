@@ -21,6 +21,7 @@ from opacus_ext.grad_sample.factors.places import (
 from opacus_ext.grad_sample.factors.rows import (
     Factor,
     OneHot,
+    Scale,
     Squares,
     added,
     column_blocks,
@@ -29,6 +30,8 @@ from opacus_ext.grad_sample.factors.rows import (
     dtype_of,
     entries,
     inner,
+    inverse_of,
+    inverses_of,
     joined,
     least_of_entries,
     may_write_out,
@@ -109,6 +112,10 @@ class Term:
 
     def wide(self, samples: T) -> Term:
         """Returns the gradients of some samples, by their indices, in float64."""
+        raise NotImplementedError
+
+    def divided(self, scale: Scale) -> Term:
+        """Returns the gradients divided by the scale of the parameter."""
         raise NotImplementedError
 
     def tensors(self) -> Sequence[T]:
@@ -313,6 +320,26 @@ class OuterProducts(Term):
 
     def resolved(self) -> OuterProducts:
         return self
+
+    def divided(self, scale: Scale) -> OuterProducts:
+        inverses = inverses_of(scale, self.widths)
+        if inverses is None:
+            rows = self.materialize(self.dtype) * inverse_of(scale)
+            return OuterProducts(rows.unsqueeze(1))
+        factors: list[Any] = []
+        by_index: list[T] = []  # what divides the rows of one-hot factors [B, T]
+        for factor, inverse in zip(self.factors, inverses):
+            if type(factor) is OneHot:
+                by_index.append(inverse[factor.index])
+                factors.append(factor)
+            else:
+                factors.append(factor * inverse)
+        if by_index:
+            rows_of = functools.reduce(torch.mul, by_index).unsqueeze(2)
+            is_dense = [type(factor) is not OneHot for factor in factors]
+            first = is_dense.index(True)
+            factors[first] = factors[first] * rows_of
+        return OuterProducts(*factors)
 
     def wide(self, samples: T) -> OuterProducts:
         factors = list(self.factors)
@@ -623,6 +650,20 @@ def _choose(
 # -- sum of terms ----------------------------------------------------------------------
 
 
+def covers(shape: torch.Size, widths: Sequence[int]) -> bool:
+    """Returns True if each width is that of one axis, or of several in a row."""
+    if not product(shape):
+        return not product(widths)
+    axes = [size for size in shape if size > 1]
+    for width in widths:
+        taken = 1
+        while axes and taken < width:
+            taken *= axes.pop(0)
+        if taken != width:
+            return False
+    return not axes
+
+
 class GradSample:
     """
     The per-sample gradients of one parameter, summed over all its uses in a step. Its
@@ -723,20 +764,7 @@ class GradSample:
             widths += [width]
         if rows is None or rows[0] != self.batch_size:
             return False
-        return tuple(widths) == self.shape or self._covers(widths)
-
-    def _covers(self, widths: Sequence[int]) -> bool:
-        """Returns True if each width is that of one axis, or of several in a row."""
-        if not self.numel:
-            return not product(widths)
-        axes = [size for size in self.shape if size > 1]
-        for width in widths:
-            taken = 1
-            while axes and taken < width:
-                taken *= axes.pop(0)
-            if taken != width:
-                return False
-        return not axes
+        return tuple(widths) == self.shape or covers(self.shape, widths)
 
     def _refuse(self, factors: Sequence[Factor]) -> None:
         shapes = str([tuple(entries(factor).shape) for factor in factors])
@@ -882,6 +910,15 @@ class GradSample:
         """Returns the gradients of some samples, by their indices, in float64."""
         terms = [term.wide(samples) for term in self._terms]
         return _sum_of(terms, self.shape, len(samples))
+
+    def divided(self, scale: Scale) -> GradSample:
+        """Returns the gradients divided by the scale of the parameter."""
+        if not self.numel:
+            return self
+        terms = [term.divided(scale) for term in self._terms]
+        sample = _sum_of(terms, self.shape, self.batch_size)
+        sample.mask = self.mask
+        return sample
 
     def clear(self) -> None:
         """Drops the gradients."""

@@ -39,6 +39,9 @@ class OneHot(NamedTuple):
 
 
 Factor = Union[T, OneHot]  # dense rows are [B, T, width]
+# What gradients of a parameter are divided by before clipping: the outer product of
+# vectors, each for one axis of the parameter or several in a row.
+Scale = Sequence[T]
 
 
 def entries(factor: Factor) -> T:
@@ -71,6 +74,34 @@ def width_of(factor: Factor) -> int:
     if type(factor) is OneHot:
         return factor.size
     return factor.shape[2]
+
+
+def inverse_of(scale: Scale) -> T:
+    """Returns the inverse of each entry of a parameter's scale ``[numel]``."""
+    inverse = 1 / scale[0].flatten()
+    for vector in scale[1:]:
+        inverse = torch.outer(inverse, 1 / vector.flatten()).flatten()
+    return inverse
+
+
+def inverses_of(scale: Scale, widths: Sequence[int]) -> list[T] | None:
+    """
+    Returns the inverse of a scale as one vector for each factor, given their widths.
+    None if the vectors of the scale are not each within one factor.
+    """
+    inverses: list[T] = []
+    left = list(scale)
+    for width in widths:
+        vectors: list[T] = []
+        size = 1
+        while left and (size < width or left[0].numel() == 1):
+            vectors.append(left.pop(0))
+            size *= vectors[-1].numel()
+        if size != width:
+            return None
+        one = scale[0].new_ones(1)
+        inverses.append(inverse_of([one, *vectors]))
+    return inverses
 
 
 def upcast(tensor: T) -> T:

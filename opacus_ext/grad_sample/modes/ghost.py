@@ -414,6 +414,7 @@ class Ghost(PrivateMode):
             self.on_nonfinite,
             scale,
             passes=self.passes,
+            scales=optimizer.take_scales(),
         )
 
     def _by_name(self, params: list[nn.Parameter]) -> dict[str, nn.Parameter]:

@@ -192,5 +192,7 @@ class ShardedModel(PrivateModel):
 
     def clipped_sum(self, params: Any, *args: Any, **kwargs: Any) -> ClippedSum:
         """See :class:`~adapter.model.PrivateModel`; all modes take one pass."""
-        kwargs.pop("passes", None)
+        # The optimizer refuses scales here.
+        for name in ("passes", "scales"):
+            kwargs.pop(name, None)
         return sharded_sum(self.gathered, params, *args, **kwargs)

@@ -17,7 +17,9 @@ from torch.nn import grad
 from opacus_ext.grad_sample.factors import Term, dtype_of, upcast, workspace
 from opacus_ext.grad_sample.factors.grad_sample import add_into
 from opacus_ext.grad_sample.factors.rows import (
+    Scale,
     Squares,
+    inverse_of,
     least_of_entries,
     sample_norms,
     square_sum,
@@ -180,8 +182,10 @@ class ConvGradients(Term):
         layer: OfConv,
         backprops: T,
         inputs: T,
+        inverse: T | None = None,
     ):
         self.layer = layer
+        self.inverse = inverse  # of the scale [numel], which multiplies the gradients
         self.backprops, self.inputs = backprops, inputs
         self.batch_size = len(inputs)
         self.device = inputs.device
@@ -196,12 +200,15 @@ class ConvGradients(Term):
         for start in range(0, self.batch_size, step):
             samples = slice(start, start + step)
             backprops, inputs = self.backprops[samples], self.inputs[samples]
-            yield self.layer.by_sample(backprops, inputs)
+            gradients = self.layer.by_sample(backprops, inputs)
+            if self.inverse is not None:
+                gradients = gradients * self.inverse
+            yield gradients
 
     def _with_each(self, change: Callable[[T], T]) -> Term:
         """Returns the gradients of changed backprops and inputs."""
         backprops, inputs = change(self.backprops), change(self.inputs)
-        return ConvGradients(self.layer, backprops, inputs)
+        return ConvGradients(self.layer, backprops, inputs, self.inverse)
 
     def tensors(self) -> Sequence[T]:
         return self.backprops, self.inputs
@@ -222,7 +229,10 @@ class ConvGradients(Term):
         inputs = sample_norms(self.inputs, self.dtype)
         # An entry of the input is in at most so many windows.
         windows = self.layer.shape[2:].numel()
-        return backprops * inputs * math.sqrt(windows)
+        size = backprops * inputs * math.sqrt(windows)
+        if self.inverse is not None:
+            size = size * self.inverse.max()
+        return size
 
     def wide(self, samples: T) -> Term:
         def selected(tensor: T) -> T:
@@ -240,7 +250,13 @@ class ConvGradients(Term):
         backprops = self.backprops.to(dtype) * weights
         inputs = self.inputs.flatten(0, 1).to(dtype)
         gradient = self.layer.gradient(backprops.flatten(0, 1), inputs)
+        if self.inverse is not None:
+            gradient = gradient * self.inverse.view(gradient.shape)
         return add_into(total, gradient)
+
+    def divided(self, scale: Scale) -> Term:
+        inverse = inverse_of(scale)
+        return ConvGradients(self.layer, self.backprops, self.inputs, inverse)
 
     def without(self, samples: T) -> Term:
         mask = samples.view(self._column)
