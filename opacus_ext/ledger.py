@@ -121,8 +121,9 @@ class Ledger:
         """Adds steps."""
         kind = noise_multiplier, sample_rate
         if self.history and self.history[-1][:2] == kind:
-            steps += self.history.pop()[2]
-        self.history.append((*kind, steps))
+            self.history[-1] = (*kind, self.history[-1][2] + steps)
+        else:
+            self.history.append((*kind, steps))
 
     def missing(self, history: Iterable[Any], others: bool = False) -> History:
         """

@@ -12,7 +12,7 @@ import math
 import secrets
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, Callable, Dict, List, Optional
+from typing import Any, Callable, Dict, List, Optional, Union
 
 import torch
 import torch.distributed as dist
@@ -38,6 +38,7 @@ from opacus_ext.private_training import (
 )
 from opacus_ext.refused import Refused
 from opacus_ext.statement import PrivacyStatement
+from opacus_ext.strategies import Strategy
 from opacus_ext.supported import Run, kind_of, refuse
 
 try:
@@ -135,7 +136,7 @@ class PrivacyCallback(Callback):
         max_physical_batch_size: Optional[int] = None,
         accountant: str = "prv_bounds",
         sampling: Optional[Sampling] = None,
-        noise: Any = INDEPENDENT,
+        noise: Union[str, Strategy] = INDEPENDENT,
         seed: Optional[int] = None,
         repeat_noise: bool = False,
         secure_mode: bool = False,

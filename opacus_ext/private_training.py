@@ -18,6 +18,7 @@ from typing import (
     Mapping,
     Optional,
     Tuple,
+    Union,
 )
 
 import torch
@@ -31,7 +32,6 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import DataLoader
 
 from opacus_ext.accountants import noise_left
-from opacus_ext.accountants.mechanisms import count_of
 from opacus_ext.budget import banded, check_planned
 from opacus_ext.data.allocation import Begun
 from opacus_ext.data.choice import cyclic
@@ -83,7 +83,9 @@ BANDED = "banded"  # noise of as many bands as suit the budget
 
 
 def check_noise(
-    noise: Any, target_epsilon: Optional[float], secure_mode: bool = False
+    noise: Union[str, Strategy],
+    target_epsilon: Optional[float],
+    secure_mode: bool = False,
 ) -> str:
     """Refuses noise that no trainer draws; returns supported.py's word for it."""
     if noise == INDEPENDENT:
@@ -383,13 +385,13 @@ class PrivateTraining:
 
     def choose_strategy(
         self,
-        noise: Any,
+        noise: Union[str, Strategy],
         sampling: Sampling,
         loader: DataLoader,
         optimizer: torch.optim.Optimizer,
         config: Mapping[str, Any],
         done: int,
-    ) -> Tuple[Any, Sampling]:
+    ) -> Tuple[Union[str, Strategy], Sampling]:
         """
         Returns the noise of a run, and how its batches are drawn.
 
@@ -405,12 +407,14 @@ class PrivateTraining:
         """
         if noise == INDEPENDENT:
             return noise, sampling
-        if noise == BANDED and self.saved is not None:
-            noise = Banded(**self.saved["strategy"])
-        elif noise == BANDED:
+        if isinstance(noise, Strategy):
+            strategy = noise
+        elif self.saved is not None:
+            strategy = Banded(**self.saved["strategy"])
+        else:
             assert self.target_epsilon is not None  # check_noise has asked for it
             records, steps = count_records(loader.dataset), config["max_steps"] - done
-            noise = banded(
+            strategy = banded(
                 sampling,
                 self.engine.accountant,
                 records,
@@ -419,8 +423,8 @@ class PrivateTraining:
                 delta=self.target_delta,
                 epochs=(steps - 0.5) / sampling.steps_per_epoch(records),
             )
-        check_planned(noise, config["max_steps"])
-        return noise, cyclic(sampling, noise, loader)
+        check_planned(strategy, config["max_steps"])
+        return strategy, cyclic(sampling, strategy, loader)
 
     def choose_noise(
         self,
@@ -428,7 +432,7 @@ class PrivateTraining:
         records: int,
         config: Mapping[str, Any],
         done: int,
-        noise: Any = INDEPENDENT,
+        noise: Union[str, Strategy] = INDEPENDENT,
     ) -> float:
         """
         Returns the noise multiplier of a run with these settings.
@@ -481,10 +485,9 @@ class PrivateTraining:
             spent = float(accountant.get_epsilon(self.target_delta))
         # The noise was chosen to leave less than this.
         if spent > epsilon - 0.01:
-            steps = count_of(accountant.history)
             raise Refused(
-                f"target_epsilon={epsilon} is spent: the {steps} steps so far have "
-                f"spent {spent:.2f}.",
+                f"target_epsilon={epsilon} is spent: the steps so far have spent "
+                f"{spent:.2f}.",
                 parameter="target_epsilon",
                 remedy=f"For more {setting} give a larger one, such as target_epsilon="
                 f"{math.ceil(1.5 * spent)}: it is for all steps on these records, from "

@@ -4,7 +4,9 @@ The oracle is one process that is given the same Z: the normal numbers that proc
 draw are replaced by those of a step and a parameter, of which each has its shard.
 """
 
+import copy
 import functools
+import io
 from unittest import mock
 
 import numpy as np
@@ -13,6 +15,7 @@ import torch
 import torch.distributed as dist
 from scipy.linalg import toeplitz
 from torch import nn
+from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -54,6 +57,12 @@ def in_copies(model):
     return by_units(model, mesh=mesh)
 
 
+def named(model):
+    return by_units(
+        model, mesh=init_device_mesh("cpu", (2,), mesh_dim_names=("shards",))
+    )
+
+
 def compiled(model):
     by_units(model).compile(backend="aot_eager")
     return model
@@ -63,6 +72,7 @@ WAYS = {
     "replicas": DDP,
     "shards": by_units,
     "copies": in_copies,
+    "named": named,
     "compiled": compiled,
     "experts": expert_parallel,
 }
@@ -202,9 +212,30 @@ def resumed(folder, way, strategy):
     return [(state, made.history) for state, made in ends], kept, found
 
 
+def apart(strategy):
+    """Goes on from a file of correlated noise beside weights and the accountant."""
+    first, again = private_of("shards", strategy), private_of("shards", strategy)
+    train(first, 0, 3)
+    file = io.BytesIO()
+    torch.save(first.optimizer.correlated.state_dict(), file)
+    file.seek(0)
+    state, spent = first.optimizer.noise_state(), first.engine.accountant.state_dict()
+    again.module.load_state_dict(copy.deepcopy(first.module.state_dict()))
+    again.engine.accountant.load_state_dict(copy.deepcopy(spent))
+    again.optimizer.correlated.load_state_dict(torch.load(file))
+    again.optimizer.repeat_noise(copy.deepcopy(state))
+    ends = []
+    for private in (first, again):
+        train(private, 3)
+        ends.append((whole(private.module), private.engine.accountant.history))
+    with_optimizer = set_optimizer_state_dict, again.module, again.optimizer
+    plain = {"state": {}, "param_groups": []}
+    return ends, refusal(*with_optimizer, optim_state_dict=plain)
+
+
 def of_another_mesh():
-    """What a copy of the one shard has kept, for one of two shards."""
-    copy, shard = private_of("copies", "banded"), private_of("shards", "banded")
+    """What a copy of the one shard has kept, for one of two shards of that name."""
+    copy, shard = private_of("copies", "banded"), private_of("named", "banded")
     train(copy, 0, 3)
     shard.optimizer.load_state_dict(copy.optimizer.state_dict())
     return refusal(train, shard, 3)
@@ -215,6 +246,8 @@ def jobs(folder, size):
         f"given {case}": functools.partial(of_given_noise, *case) for case in GIVEN
     }
     found["mesh"] = of_another_mesh
+    for name in ("inverse", "lambda"):
+        found[f"apart {name}"] = functools.partial(apart, name)
     for name in ("banded", "lambda"):
         found[f"rows {name}"] = functools.partial(rows_of, name)
     for case in RESUMED:
@@ -279,6 +312,15 @@ def test_resumed(way, strategy, group):
             elsewhere = way == "replicas" and rank == 1
             words = "0 has failed" if elsewhere else "no noise of 3 steps before"
             assert words in other, other
+
+
+@pytest.mark.parametrize("strategy", ["inverse", "lambda"])
+def test_a_file_for_the_noise_alone(strategy, group):
+    """As the page on several machines has it."""
+    for (expected, (state, history)), said in group(2).of(f"apart {strategy}"):
+        assert_close([state], expected[0], 0)
+        assert history == expected[1]
+        assert "optimizer.correlated.state_dict()" in said
 
 
 def test_another_mesh_is_refused(group):

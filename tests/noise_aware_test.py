@@ -40,6 +40,7 @@ class Everything(nn.Module):
         self.norm, self.recurrent = nn.LayerNorm(6), nn.LSTM(6, 3, batch_first=True)
         self.head = nn.Linear(6, 7, bias=False)
         self.head.weight = self.rows.weight
+        self.experts = TopKFeedForward(6, 4, 2)
         self.unused, self.frozen = nn.Parameter(torch.ones(3)), nn.Linear(6, 6)
         self.frozen.requires_grad_(False)
 
@@ -50,6 +51,7 @@ class Everything(nn.Module):
         hidden = self.frozen(self.twice(self.twice(hidden).tanh()))
         image = self.image(hidden[:, None]).sin().mean((1, 2, 3))
         recurrent = self.recurrent(hidden)[0].square().mean((1, 2))
+        hidden = hidden + self.experts(hidden)
         return self.head(hidden), image + recurrent
 
 
@@ -68,15 +70,22 @@ def scales_of(model, kind):
         shapes = [p.shape]
         if p.dim() > 1 and kind == "vectors":
             shapes = [p.shape[:1], (p[0].numel(),)]
+        if kind == "axes":
+            shapes = [(size,) for size in p.shape]
         vectors = [torch.rand(shape).double() + 0.3 for shape in shapes]
-        given[name], whole[name] = tuple(vectors), vectors[0]
-        if len(vectors) > 1:
-            whole[name] = torch.outer(*vectors).view(p.shape)
-        elif kind == "flat":
+        given[name], whole[name] = tuple(vectors), outer(vectors).view(p.shape)
+        if kind == "flat":
             given[name] = (vectors[0].flatten(),)
-        elif p.dim() != 1 or kind == "tensors":
+        elif kind == "tensors":
             given[name] = vectors[0]
     return given, whole
+
+
+def outer(vectors):
+    product = torch.ones(1).double()
+    for vector in vectors:
+        product = (product[:, None] * vector.flatten()).flatten()
+    return product
 
 
 def divided(grads, whole):
@@ -84,7 +93,7 @@ def divided(grads, whole):
 
 
 @pytest.mark.parametrize("size, length", [(5, 4), (1, 4), (0, 4), (3, 40)])
-@pytest.mark.parametrize("kind", ["vectors", "tensors", "flat"])
+@pytest.mark.parametrize("kind", ["vectors", "axes", "tensors", "flat"])
 @pytest.mark.parametrize("branches", [False, True])
 def test_scaled_sums(size, length, kind, branches):
     torch.manual_seed(size)
@@ -332,11 +341,7 @@ def test_scaled_steps(mode, clipping):
     for size in (8, 5, 8):
         batch, whole = torch.randint(7, (size, 4)), {}
         for p, vectors in optimizer.gradient_scales().items():
-            whole[names[p]] = (
-                vectors[0].view(p.shape)
-                if p.dim() < 2
-                else torch.outer(*vectors).view(p.shape)
-            )
+            whole[names[p]] = outer(vectors).view(p.shape)
         grads = divided(oracle(model, batch, losses), whole)
         sums = clipped_sum(grads, clipping, bound)
         step(run, batch)
@@ -344,6 +349,27 @@ def test_scaled_steps(mode, clipping):
             expected = sums[name] * whole.get(name, 1.0) / 8
             torch.testing.assert_close(p.grad, expected, rtol=1e-7, atol=1e-9, msg=name)
     assert len(whole) == count
+
+
+@pytest.mark.thorough
+def test_a_compiled_model_clips_eagerly():
+    found = []
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Embedding(7, 4), nn.Flatten(), nn.Linear(16, 3))
+        optimizer = ScaledAdam(model.parameters(), lr=0.01)
+        generator = torch.Generator().manual_seed(3)
+        engine, called, *others = private(model, optimizer, noise_generator=generator)
+        if compiled:
+            called = torch.compile(called, backend="aot_eager")
+        for _ in range(3):
+            batch = torch.randint(7, (8, 4))
+            others[0].zero_grad()
+            others[1](called(batch).square().sum(1)).backward()
+            others[0].step()
+        assert ("compiled" in others[0].ran) is compiled
+        found.append(weights(model))
+    torch.testing.assert_close(*found)
 
 
 def test_the_noise_has_the_scale():
@@ -374,21 +400,21 @@ def test_the_noise_has_the_scale():
 def test_scales_of_second_moments():
     """Their mean square is 1; rows and columns have the proportions of the roots."""
     torch.manual_seed(0)
-    rows, columns = torch.rand(6).double() + 0.1, torch.rand(4).double() + 0.1
+    rows, *columns = [torch.rand(size).double() + 0.1 for size in (6, 2, 2)]
     weight, bias = nn.Parameter(torch.zeros(6, 2, 2).double()), nn.Parameter(rows * 0)
     optimizer = ScaledAdam([weight, bias], every=2, least=1e-6)
     for number in range(4):
-        weight.grad = torch.outer(rows, columns).view(6, 2, 2)
+        weight.grad = outer([rows, *columns]).view(6, 2, 2)
         bias.grad = 10 * rows
         before = optimizer.gradient_scales().get(weight)
         optimizer.step()
         stays = optimizer.gradient_scales().get(weight) is before
         assert stays is (number % 2 == 0)
     scales = optimizer.gradient_scales()
-    whole = torch.outer(*scales[weight])
-    ratio = whole / weight.grad.view(6, 4)
-    torch.testing.assert_close(ratio, ratio[:1, :1].expand(6, 4))
-    torch.testing.assert_close(scales[bias][0], ratio[0, 0] * bias.grad)
+    whole = outer(scales[weight]).view(6, 2, 2)
+    ratio = whole / weight.grad
+    torch.testing.assert_close(ratio, ratio[:1, :1, :1].expand(6, 2, 2))
+    torch.testing.assert_close(scales[bias][0], ratio[0, 0, 0] * bias.grad)
     squares = torch.cat([whole.flatten(), scales[bias][0]]).square()
     assert float(squares.mean()) == pytest.approx(1)
     weight.grad, bias.grad = 0 * weight, 0 * bias
@@ -432,6 +458,18 @@ def test_a_run_that_goes_on(kind, tmp_path):
         schedule.step()
     for name, p in model.named_parameters():
         assert torch.equal(other.get_parameter(name), p), name
+
+
+@pytest.mark.parametrize("kind", BOTH)
+def test_a_checkpoint_of_adam(kind):
+    p = nn.Parameter(torch.ones(3, 2))
+    adam, aware = torch.optim.AdamW([p]), kind([p])
+    p.grad = torch.ones(3, 2)
+    adam.step()
+    aware.load_state_dict(adam.state_dict())
+    aware.noise_variance = 1.0
+    aware.step()
+    assert int(aware.state[p]["step"]) == 2 and p.isfinite().all()
 
 
 @pytest.mark.parametrize("kind", BOTH)

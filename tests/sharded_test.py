@@ -3,6 +3,7 @@
 The oracle is the same training in a single process (processes.py).
 """
 
+import copy
 import functools
 import math
 import random
@@ -349,7 +350,7 @@ def aware():
     private = PLAIN.private(model, 4, optimizer=shards, noise_multiplier=1.0)
     for step in range(4):
         if step == 3:
-            saved = get_optimizer_state_dict(model, shards)
+            saved = copy.deepcopy(get_optimizer_state_dict(model, shards))
             for state in shards.state.values():
                 state["noise"] = 0.0
             set_optimizer_state_dict(model, shards, saved)

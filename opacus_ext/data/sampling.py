@@ -166,11 +166,12 @@ class Poisson:
                     "and split large ones by opacus.utils.batch_memory_manager."
                     "BatchMemoryManager.",
                 )
-            record_whole(
-                accountant, lambda: self._count(accountant, records, optimizer)
-            )
+            self._record(accountant, records, optimizer)
 
         return record
+
+    def _record(self, accountant: IAccountant, records: int, optimizer: Any) -> None:
+        record_whole(accountant, lambda: self._count(accountant, records, optimizer))
 
     def _count(self, accountant: IAccountant, records: int, optimizer: Any) -> None:
         self.account(accountant, records, optimizer.noise_multiplier)

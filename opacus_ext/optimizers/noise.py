@@ -192,7 +192,8 @@ class NoisyOptimizer(Base):
             Refused: if an earlier step began with this state, and for correlated noise
                 that has lost what it is to take back
         """
-        self.check_rows()
+        if self.correlated is not None:
+            self.check_rows(self.correlated)
         if self.secure_mode or not self.noise_multiplier:
             return None
         if not self._draws_noise():
@@ -210,14 +211,13 @@ class NoisyOptimizer(Base):
             )
         return state
 
-    def check_rows(self) -> None:
+    def check_rows(self, noise: CorrelatedNoise) -> None:
         """
         Raises:
             Refused: if correlated noise has lost what it is to take back
         """
-        if self.correlated is not None:
-            shares = {self._share(p) for p in self.params}
-            self.correlated.check_shares(shares - {None})
+        shares = {self._share(p) for p in self.params}
+        noise.check_shares(shares - {None})
 
     def _note_noise(self, state: Optional[int]) -> None:
         """Notes the state that a step's noise was drawn from."""

@@ -20,6 +20,7 @@ import math
 from typing import Any, Callable, Dict, List, NoReturn, Optional, Tuple
 
 import torch
+from torch.optim.optimizer import ParamsT
 
 from opacus_ext.grad_sample.factors import Scale, upcast
 from opacus_ext.refused import Refused, check_number
@@ -69,7 +70,7 @@ class AdamBC(torch.optim.AdamW):
 
     def __init__(
         self,
-        params: Any,
+        params: ParamsT,
         lr: float = 1e-3,
         betas: Tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
@@ -81,9 +82,8 @@ class AdamBC(torch.optim.AdamW):
         check_number("floor", floor)
         options: Any = dict(weight_decay=weight_decay, maximize=maximize)
         super().__init__(params, lr=lr, betas=betas, eps=eps, **options)
+        # Copies of an optimizer keep these, and no other attributes.
         self.defaults["floor"] = floor
-        for group in self.param_groups:
-            group.setdefault("floor", floor)
 
     @torch.no_grad()
     def step(self, closure: Optional[Callable[[], Any]] = None) -> Any:
@@ -131,7 +131,8 @@ class AdamBC(torch.optim.AdamW):
         noises = [state["noise"] / c for state, c in zip(states, of_squares)]
         corrected = torch._foreach_div(squares, of_squares)
         torch._foreach_sub_(corrected, noises)
-        torch._foreach_clamp_min_(corrected, [group["floor"] * phi for phi in noises])
+        floor = self.defaults["floor"]
+        torch._foreach_clamp_min_(corrected, [floor * phi for phi in noises])
         torch._foreach_sqrt_(corrected)
         torch._foreach_mul_(corrected, [1 - beta1**step for step in steps])
         if group["weight_decay"]:
@@ -150,7 +151,7 @@ class AdamBC(torch.optim.AdamW):
             )
             state["step"] = torch.tensor(0.0)
             state["exp_avg"], state["exp_avg_sq"] = zeros(), zeros()
-            state["noise"] = 0.0
+        state.setdefault("noise", 0.0)  # a checkpoint of Adam has none
         return state
 
 
@@ -167,12 +168,11 @@ class ScaledAdam(torch.optim.AdamW):
     is the Gaussian mechanism, with the same epsilon.
 
     Scales have a mean square of 1 over all entries, so that noise has the norm that it
-    has without them, and ``max_grad_norm`` is about as large as without them. For a
-    parameter of two and more axes they are an outer product of one vector for the first
-    axis and one for the others, as in Adafactor: norms of linear layers and embeddings
-    stay as cheap as they are, and each number is a mean of many squares. Until the
-    first update they are 1. Without noise it is Adam, up to rounding, as the scales
-    cancel.
+    has without them, and ``max_grad_norm`` can be what it is without them. For a
+    parameter of two and more axes they are an outer product of one vector for each
+    axis, as in Adafactor: norms of linear layers and embeddings stay as cheap as they
+    are, and each number is a mean of many squares. Until the first update they are 1.
+    Without noise it is Adam, up to rounding, as the scales cancel.
 
     ``optimizer.norms`` and adaptive clipping see the norms of divided gradients.
 
@@ -199,7 +199,7 @@ class ScaledAdam(torch.optim.AdamW):
 
     def __init__(
         self,
-        params: Any,
+        params: ParamsT,
         lr: float = 1e-3,
         betas: Tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
@@ -213,7 +213,6 @@ class ScaledAdam(torch.optim.AdamW):
         check_number("least", least, below=1)
         options: Any = dict(weight_decay=weight_decay, maximize=maximize)
         super().__init__(params, lr=lr, betas=betas, eps=eps, **options)
-        # Copies of an optimizer keep these, and no other attributes.
         self.defaults.update(every=every, least=least)
 
     def gradient_scales(self) -> Dict[torch.nn.Parameter, Scale]:
@@ -239,7 +238,8 @@ class ScaledAdam(torch.optim.AdamW):
                     continue
                 steps = int(state["step"])
                 square = upcast(state["exp_avg_sq"])
-                moments[p] = square / (1 - group["betas"][1] ** steps)
+                square = square / (1 - group["betas"][1] ** steps)
+                moments[p] = square if square.dim() else square.reshape(1)
         if moments and steps % self.defaults["every"] == 0:
             self._update(moments)
         return loss
@@ -252,17 +252,19 @@ class ScaledAdam(torch.optim.AdamW):
         if not 0 < float(mean) < math.inf:
             return
         for p, moment in moments.items():
-            squares = [moment / mean.to(moment)]
-            if moment.dim() > 1:
-                rows = squares[0].flatten(1)
-                tiny = torch.finfo(rows.dtype).tiny
-                of_columns = rows.mean(0)
-                of_rows = rows.mean(1) / of_columns.mean().clamp(min=tiny)
-                squares = [of_rows, of_columns]
-            roots = [
-                square.sqrt().clamp(min=self.defaults["least"]) for square in squares
-            ]
+            square = moment / mean.to(moment)
+            tiny = torch.finfo(square.dtype).tiny
+            of_axes = [_mean_but(square, axis) for axis in range(square.dim())]
+            for number, of_axis in enumerate(of_axes[1:], 1):
+                of_axes[number] = of_axis / square.mean().clamp(min=tiny)
+            least = self.defaults["least"]
+            roots = [of_axis.sqrt().clamp(min=least) for of_axis in of_axes]
             self.state[p]["scale"] = tuple(root.to(p.dtype) for root in roots)
+
+
+def _mean_but(tensor: torch.Tensor, axis: int) -> torch.Tensor:
+    """Returns the means over all axes but one."""
+    return tensor.movedim(axis, 0).reshape(tensor.shape[axis], -1).mean(1)
 
 
 def refuse_scales(name: str) -> NoReturn:

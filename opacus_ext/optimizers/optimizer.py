@@ -341,7 +341,8 @@ class ClippingOptimizer(NoisyOptimizer):
         """
         if self._scales is None:
             scales_of: Any = getattr(self.original_optimizer, "gradient_scales", dict)
-            self._scales = {id(p): scale for p, scale in scales_of().items()}
+            scales = scales_of()
+            self._scales = dict(zip(map(id, scales), scales.values()))
         return self._scales
 
     def _check_same_bound(self) -> None:

@@ -720,11 +720,11 @@ class PrivateTrainer(Trainer):
     def _load_optimizer_and_scheduler(self, checkpoint: Optional[str]) -> None:
         with self._if_sharded(loads_whole):
             super()._load_optimizer_and_scheduler(checkpoint)
-        optimizer = self._training.optimizer
-        if checkpoint and self._is_sharded and optimizer.correlated is not None:
-            state = read_noise(checkpoint, self.args.process_index)
-            optimizer.correlated.load_state_dict(state)
-            optimizer.check_rows()
+        optimizer, noise = self._training.optimizer, self._training.optimizer.correlated
+        if checkpoint and self._is_sharded and noise is not None:
+            # optimizer.pt has that of process 0.
+            noise.load_state_dict(read_noise(checkpoint, self.args.process_index))
+            optimizer.check_rows(noise)
         if self.privacy.repeat_noise:
             self._training.repeat_noise()
 

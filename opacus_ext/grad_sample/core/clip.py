@@ -527,7 +527,9 @@ class ClippedSum:
     def divided(self, key: Key, sample: GradSample) -> GradSample:
         """Returns a parameter's gradients divided by its scale, if it has one."""
         scale = self.scales.get(key)
-        return sample if scale is None else sample.divided(scale)
+        if scale is None:
+            return sample
+        return sample.divided(scale)
 
     def group_norms(self, size: int, keep: bool = True) -> GroupNorms:
         """Makes norms for a group of this size; see :class:`GroupNorms`."""

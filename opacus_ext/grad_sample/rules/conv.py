@@ -201,7 +201,9 @@ class ConvGradients(Term):
             samples = slice(start, start + step)
             backprops, inputs = self.backprops[samples], self.inputs[samples]
             gradients = self.layer.by_sample(backprops, inputs)
-            yield gradients if self.inverse is None else gradients * self.inverse
+            if self.inverse is not None:
+                gradients = gradients * self.inverse
+            yield gradients
 
     def _with_each(self, change: Callable[[T], T]) -> Term:
         """Returns the gradients of changed backprops and inputs."""
@@ -228,7 +230,9 @@ class ConvGradients(Term):
         # An entry of the input is in at most so many windows.
         windows = self.layer.shape[2:].numel()
         size = backprops * inputs * math.sqrt(windows)
-        return size if self.inverse is None else size * self.inverse.max()
+        if self.inverse is not None:
+            size = size * self.inverse.max()
+        return size
 
     def wide(self, samples: T) -> Term:
         def selected(tensor: T) -> T:
