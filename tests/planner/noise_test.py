@@ -161,6 +161,8 @@ def test_for_programs(capsys):
         (ARGS.replace("--steps 150", ""), "give one --steps"),
         (ARGS.replace("--epsilon 4", "--epsilon 1,4"), "give one --epsilon"),
         (f"{ARGS} --sampling records", "Poisson samples of users"),
+        (f"{ARGS} --law paper", "leave out --law"),
+        (f"{ARGS} --flops 1e18", "leave out --flops"),
         ("plan --users 99 --epsilon 1 --momentum 0.5", "goes with --noise"),
     ],
 )
