@@ -39,8 +39,8 @@ NOTES = """
 - **The bound** of `clipped_grads` is in `clipping`: `find_clipping("flat").at(1.0)`.
 - **The mode** "hooks" keeps a gradient of each sample, as in Opacus; "auto" chooses
   what fits the model ([modes](modes.md)).
-- **Batches** are Poisson samples everywhere, unless `poisson_sampling=False` is
-  given.
+- **Batches** are Poisson samples everywhere, unless `sampling` says otherwise
+  ([drawing batches](../how-to/sampling.md)), or `poisson_sampling=False` is given.
 - **The seed**: None is a secret one. With `secure_mode=True` there is none ([secure
   mode](../how-to/secure-mode.md)).
 - **Memory**: None is the whole batch at once. For `PrivateTrainer` it is
@@ -108,6 +108,8 @@ def front_ends() -> Dict[str, Defaults]:
     private = of_functions(ours.__init__, ours.make_private)
     with_epsilon = {**private, **of_functions(ours.make_private_with_epsilon)}
     del with_epsilon["noise_multiplier"]  # which it chooses
+    planned = of_command("plan")
+    del planned["noise"]  # which asks for what noise to take
     callback = {name: private[name] for name in PASSED_ON}
     callback.update(of_functions(PrivacyCallback))
     return {
@@ -117,7 +119,7 @@ def front_ends() -> Dict[str, Defaults]:
         "`PrivacyArguments`": of_functions(PrivacyArguments),
         "`PrivacyCallback`": callback,
         "`clipped_grads`": of_functions(opacus_ext.clipped_grads),
-        "`opacus-ext plan`": of_command("plan"),
+        "`opacus-ext plan`": planned,
         "`opacus-ext calibrate`": of_command("calibrate"),
     }
 

@@ -10,7 +10,7 @@ from typing import Any, Dict, Optional
 import opacus
 import torch
 
-from opacus_ext.ledger import LEDGER, ledger_of
+from opacus_ext.ledger import LEDGER, is_drawn, ledger_of
 from opacus_ext.refused import Refused
 from opacus_ext.runs import ACCOUNTANT, RUNS, add_runs, spent_by
 
@@ -167,6 +167,8 @@ def load_checkpoint(
     for name, other in given.items():
         state = content.pop(name, {})
         if other is not None and state:
+            if getattr(other, "correlated", None) is not None:
+                other.correlated.go_back()
             other.load_state_dict(state)
         elif other is optimizer and (other is not None or state):
             warnings.warn(
@@ -181,7 +183,9 @@ def load_checkpoint(
     ledger.go_on(self.accountant.history)
     ledger.load_state_dict(content.pop(LEDGER, {}))
     add_runs(self, content.get(RUNS, []))
-    if RUNS not in content and any(rate < 1 for _, rate, _ in spent["history"]):
+    if RUNS not in content and any(
+        is_drawn(noise, rate) for noise, rate, _ in spent["history"]
+    ):
         ledger.unrecorded = True  # of plain Opacus
     return content
 

@@ -45,9 +45,11 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader
 
 from opacus_ext import checkpoints, misuse, peft
+from opacus_ext.accountants.mechanisms import count_of, refuse_mixed
 from opacus_ext.accountants.stock import in_place_of
 from opacus_ext.accountants.whole import count_whole
 from opacus_ext.budget import banded, noise_of_run
+from opacus_ext.data.allocation import BallsInBins, Begun
 from opacus_ext.data.choice import (
     check_drawn,
     check_sampling,
@@ -65,13 +67,13 @@ from opacus_ext.loop import watch_loader, watch_steps
 from opacus_ext.losses import PerSample
 from opacus_ext.modes import find_mode, find_optimizer, name_of, refuse_unfit
 from opacus_ext.optimizers import adaptive
-from opacus_ext.optimizers.correlated import CorrelatedNoise
 from opacus_ext.optimizers.optimizer import ClippingOptimizer
 from opacus_ext.refused import Refused
 from opacus_ext.runs import add_run, count_steps, runs_of
 from opacus_ext.secure import SecureSource
 from opacus_ext.statement import privacy_statement
 from opacus_ext.strategies import Strategy
+from opacus_ext.strategies.stream import CorrelatedNoise
 from opacus_ext.supported import ADAPTIVE_ENGINE, Run, kind_of, refuse
 from opacus_ext.tables import in_a_line
 
@@ -124,7 +126,7 @@ class PrivacyEngine(opacus.PrivacyEngine):
         return in_a_line(
             self,
             accountant=self.accountant.mechanism(),
-            steps=sum(steps for *_, steps in self.accountant.history),
+            steps=count_of(self.accountant.history),
             secure_mode=self.secure_mode,
         )
 
@@ -196,7 +198,8 @@ class PrivacyEngine(opacus.PrivacyEngine):
             wrap_model: True returns a wrapper in the model's place; False makes the
                 model itself private and returns an object with ``cleanup()``
             sampling: how batches are drawn, in the place of ``poisson_sampling``:
-                ``Poisson`` or ``CyclicPoisson`` of :mod:`opacus_ext.data`
+                ``Poisson``, ``RandomAllocation``, ``TruncatedPoisson`` or another of
+                :mod:`opacus_ext.data`
             noise: "independent" from step to step, or a strategy of correlated noise
                 (:mod:`opacus_ext.strategies`), such as ``Banded``, which
                 ``make_private_with_epsilon(noise="banded")`` chooses
@@ -262,6 +265,8 @@ class PrivacyEngine(opacus.PrivacyEngine):
         loader = data_loader
         if sampling is not None:
             loader = loader_of(sampling, place, data_loader, batch_first, rand_on_empty)
+            step = sampling.step_of(1.0, count_records(loader.dataset))
+            refuse_mixed([*self.accountant.history, (*step, 1)])
         # Then the model is changed.
         with _put_back_if_it_fails(self, module, data_loader, by_hand, is_new):
             made = _stock["make_private"](
@@ -279,6 +284,7 @@ class PrivacyEngine(opacus.PrivacyEngine):
             misuse.tell_of_samplers(self, module, grad_sample_mode)
         if poisson_sampling:
             misuse.tell_of_records(sampling)
+            misuse.tell_of_accountant(self, sampling)
         return made
 
     @overload
@@ -672,8 +678,8 @@ def _correlated(
     """Makes the noise that the optimizer is to add; None if it is independent."""
     if strategy is None:
         return None
-    assert isinstance(sampling, CyclicPoisson)
-    return CorrelatedNoise(strategy, sampling.bands)
+    assert isinstance(sampling, (CyclicPoisson, BallsInBins))
+    return CorrelatedNoise(strategy, sampling.separation)
 
 
 def _sampling(
@@ -782,6 +788,11 @@ def _count(
         divisor = divisor or sampling.divisor(records)
         # In the place of the hook for Poisson sampling.
         optimizer.step_hook = sampling.hook(engine.accountant, records)
+        if sampling.allocates:
+            draws = loader.batch_sampler
+            # Of an epoch that is under way, batches may still come.
+            begun = Begun(lambda: draws.begun, max(draws.begun - 1, 0))
+            optimizer.begun_epochs = draws.begun_epochs = begun
     if divisor is not None:
         optimizer.expected_batch_size = divisor
         if place is not None:  # of one process
@@ -789,6 +800,7 @@ def _count(
     if correlated is not None:
         optimizer.correlated = correlated
         loader.batch_sampler.taken = lambda: correlated.taken
+        loader.batch_sampler.keeper = correlated
     optimizer.run = add_run(engine, sampling, made, correlated, divisor, **given)
     groups = optimizer.param_groups
     note_trained(engine, (p for group in groups for p in group["params"]))

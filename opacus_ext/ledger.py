@@ -68,7 +68,7 @@ class Ledger:
         self._made += [weakref.ref(x) for x in parts if draws_numbers(x)]
         earlier = difference(accountant.history, self.history)
         self.history += earlier
-        if any(rate < 1 for _, rate, _ in earlier):
+        if any(is_drawn(noise, rate) for noise, rate, _ in earlier):
             self.draw_afresh()
         elif self.goes_on:
             draw_afresh(parts)
@@ -79,6 +79,10 @@ class Ledger:
         later random numbers are new, unless it ``repeats``.
         """
         self.history = [(*step,) for step in history]  # type: ignore[misc]
+        for part in self._made:
+            begun = getattr(part(), "begun_epochs", None)
+            if begun is not None:
+                begun.forget()
         self.draw_afresh()
 
     def draw_afresh(self) -> None:
@@ -113,13 +117,13 @@ class Ledger:
         """Returns the settings of other engines' runs on the same parameters."""
         return [run for other in self.others if other.history for run in other.runs]
 
-    def add(self, noise_multiplier: float, sample_rate: float) -> None:
-        """Adds one step."""
+    def add(self, noise_multiplier: float, sample_rate: float, steps: int = 1) -> None:
+        """Adds steps."""
         kind = noise_multiplier, sample_rate
         if self.history and self.history[-1][:2] == kind:
-            self.history[-1] = (*kind, self.history[-1][2] + 1)
+            self.history[-1] = (*kind, self.history[-1][2] + steps)
         else:
-            self.history.append((*kind, 1))
+            self.history.append((*kind, steps))
 
     def missing(self, history: Iterable[Any], others: bool = False) -> History:
         """
@@ -128,6 +132,14 @@ class Ledger:
         """
         ledgers = (self, *self.others) if others else (self,)
         return difference([x for each in ledgers for x in each.history], history)
+
+
+def is_drawn(noise_multiplier: float, sample_rate: float) -> bool:
+    """
+    Returns True for steps on records that were drawn at random: of a sampling rate, or
+    of a :class:`~opacus_ext.accountants.mechanisms.Mechanism`.
+    """
+    return getattr(noise_multiplier, "is_drawn", sample_rate < 1)
 
 
 def difference(history: Iterable[Any], known: Iterable[Any]) -> History:
@@ -153,6 +165,7 @@ def draw_afresh(parts: Iterable[Any]) -> None:
             part.mix_noise()
         elif part.generator is None or isinstance(part.generator, torch.Generator):
             part.generator = torch.Generator().manual_seed(secrets.randbits(63))
+            part.allocation = None  # see data/draws.py
 
 
 def with_steps(accountant: Any, steps: History) -> Any:

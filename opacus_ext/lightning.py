@@ -12,13 +12,14 @@ import math
 import secrets
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, Callable, Dict, List, Optional
+from typing import Any, Callable, Dict, List, Optional, Union
 
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 
+from opacus_ext.accountants.mechanisms import count_of
 from opacus_ext.data.choice import public_batches, public_sampling
 from opacus_ext.data.copies import refuse_copies
 from opacus_ext.data.draws import count_records
@@ -26,15 +27,18 @@ from opacus_ext.data.logical import PhysicalBatch, logical_loader
 from opacus_ext.data.sampling import Poisson, Sampling, plain_count
 from opacus_ext.engine import INDEPENDENT
 from opacus_ext.grad_sample.modes.ghost import ClippedLoss
+from opacus_ext.optimizers.noise import CORRELATED
 from opacus_ext.private_training import (
     Basis,
     PrivateTraining,
     Same,
+    check_noise,
     check_random,
     upgraded,
 )
 from opacus_ext.refused import Refused
 from opacus_ext.statement import PrivacyStatement
+from opacus_ext.strategies import Strategy
 from opacus_ext.supported import Run, kind_of, refuse
 
 try:
@@ -91,6 +95,9 @@ class PrivacyCallback(Callback):
         max_physical_batch_size: the most records ``training_step`` is given at once
         accountant: "prv_bounds", whose epsilon is an upper bound, "prv" or "rdp"
         sampling: of ``opacus_ext.data``, if batches are to be drawn otherwise
+        noise: "independent" from step to step; "banded", correlated noise for which the
+            number of bands is chosen (``target_epsilon`` must be given); or a strategy
+            of correlated noise, such as :class:`opacus_ext.optimizers.Banded`
         seed: of noise and batches, for tests. By default it is secret
         repeat_noise: see :class:`~opacus_ext.trainer.PrivacyArguments`; dropout is not
             repeated, as Lightning does not keep its random state
@@ -129,20 +136,18 @@ class PrivacyCallback(Callback):
         max_physical_batch_size: Optional[int] = None,
         accountant: str = "prv_bounds",
         sampling: Optional[Sampling] = None,
+        noise: Union[str, Strategy] = INDEPENDENT,
         seed: Optional[int] = None,
         repeat_noise: bool = False,
         secure_mode: bool = False,
         public_records: Optional[int] = None,
         **kwargs: Any,
     ):
-        noise = "secure" if secure_mode else INDEPENDENT
-        if kwargs.get("noise", INDEPENDENT) != INDEPENDENT:
-            noise = "banded"
         self._run = Run(
             "PrivacyCallback",
             mode=grad_sample_mode,
             clipping=kwargs.get("clipping", "flat"),
-            noise=noise,
+            noise=check_noise(noise, target_epsilon, secure_mode),
         )
         refuse(self._run)
         check_random(secure_mode, seed=seed, repeat_noise=repeat_noise)
@@ -153,12 +158,13 @@ class PrivacyCallback(Callback):
         self.engine = self._training.engine
         self.criterion, self.module = criterion, module
         self.max_physical_batch_size = max_physical_batch_size
-        self.sampling, self.repeat_noise = sampling, repeat_noise
+        self.sampling, self.noise, self.repeat_noise = sampling, noise, repeat_noise
         self.public_records = plain_count(public_records)
         self._kwargs = dict(
             kwargs, max_grad_norm=max_grad_norm, grad_sample_mode=grad_sample_mode
         )
         self._saved: Dict[str, Any] = {}  # of a checkpoint, until training begins
+        self._saved_noise: Any = None  # the same, of its optimizer
         self._undo: List[Callable[[], Any]] = []
 
     def get_epsilon(self, delta: Optional[float] = None) -> float:
@@ -260,12 +266,13 @@ class PrivacyCallback(Callback):
         self._config = {
             "records": size,
             "sampling": repr(sampling),
+            "noise": str(self.noise),
             "target_epsilon": training.target_epsilon,
             "noise_multiplier": training.noise_multiplier,
             "secure_mode": training.engine.secure_mode,
             **{name: str(value) for name, value in self._kwargs.items()},
         }
-        if training.target_epsilon is not None:
+        if training.target_epsilon is not None or self.noise != INDEPENDENT:
             self._config["max_steps"] = _count_steps(trainer, sampling, size)
         self._undo.append(training.end)
         if trainer.ckpt_path:
@@ -274,19 +281,26 @@ class PrivacyCallback(Callback):
         if training.saved is None or training.plans(training.saved, self._config, done):
             training.refuse_spent(training.saved, "steps (max_epochs or max_steps)")
         training.seed = training.agreed(training.seed)
-        noise = training.choose_noise(sampling, size, self._config, done)
+        noise, sampling = training.choose_strategy(
+            self.noise, sampling, loader, plain[0], self._config, done
+        )
+        settings = self._config, done, noise
+        multiplier = training.choose_noise(sampling, size, *settings)
         most = self.max_physical_batch_size or size
         batches = training.logical_batches(sampling, size, most)
         criterion = training.make_private(
             module,
             plain[0],
             loader,
-            noise,
+            multiplier,
             pl_module.device,
+            sampling,
+            noise=noise,
             criterion=getattr(pl_module, self.criterion, None),
-            sampling=sampling,
             **self._kwargs,
         )
+        if training.saved is not None:
+            training.optimizer.load_noise(self._saved_noise)
         if self.repeat_noise:
             training.repeat_noise()
         self._undo.append(lambda: setattr(strategy, "optimizers", plain))
@@ -308,8 +322,11 @@ class PrivacyCallback(Callback):
         records, sampling = count_records(loader.dataset), self.sampling
         if sampling is not None and self.public_records is not None:  # is refused
             return public_sampling(sampling, loader, self.public_records)
-        if sampling is not None and sampling.is_public:
-            return replace(sampling, steps=sampling.steps_per_epoch(records))
+        if sampling is not None and (sampling.is_public or sampling.allocates):
+            steps = sampling.steps_per_epoch(records)
+            return (
+                replace(sampling, steps=steps) if sampling.steps is None else sampling
+            )
         if sampling is not None:
             return replace(sampling, steps=len(loader))
         assert loader.batch_size is not None
@@ -325,6 +342,7 @@ class PrivacyCallback(Callback):
         for name, value in self._kwargs.items():
             basis["callback", name] = str(value)
         basis["callback", "sampling"] = repr(self.sampling)
+        basis["callback", "noise"] = str(self.noise)
         loader: Any = self._loader
         data = loader.dataset.dataset
         basis["loader", "dataset"], basis["loader", "records"] = Same(data), len(data)
@@ -359,7 +377,7 @@ class PrivacyCallback(Callback):
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *given: Any) -> None:
         """Refuses a draw that took no step, or several."""
-        steps = _steps_of(self.engine.accountant) - self._before
+        steps = _steps_of(self._training) - self._before
         if steps != 1:
             raise Refused(
                 f"{type(pl_module).__name__} took {steps} steps with one batch, which "
@@ -391,6 +409,13 @@ class PrivacyCallback(Callback):
     def load_state_dict(self, state_dict: Dict[str, Any]) -> None:
         """Keeps the state until training begins."""
         self._saved = upgraded(state_dict) if state_dict else {}
+
+    def on_load_checkpoint(
+        self, trainer: Any, pl_module: Any, checkpoint: Dict[str, Any]
+    ) -> None:
+        """Keeps the state of correlated noise until training begins."""
+        states = checkpoint.get("optimizer_states") or [{}]
+        self._saved_noise = states[0].get(CORRELATED)
 
     # -- a step --------------------------------------------------------------------
 
@@ -456,7 +481,7 @@ class PrivacyCallback(Callback):
                     "on_fit_start.",
                 )
             training.draw = batches[-1].draw + 1
-            self._before = _steps_of(self.engine.accountant)
+            self._before = _steps_of(self._training)
             optimizer.drop_logical_batch()  # one that failed in its middle
             for batch in batches:
                 optimizer.zero_grad()
@@ -488,7 +513,8 @@ class PrivacyCallback(Callback):
 def _count_steps(trainer: Any, sampling: Sampling, records: int) -> int:
     """Returns the number of steps that the Trainer will take."""
     steps = trainer.estimated_stepping_batches
-    if sampling.is_public and trainer.max_epochs not in (None, -1):
+    is_own = sampling.is_public or sampling.allocates
+    if is_own and trainer.max_epochs not in (None, -1):
         # Lightning has counted the batches of the user's loader.
         limit = trainer.limit_train_batches
         batches = sampling.steps_per_epoch(records)
@@ -499,15 +525,18 @@ def _count_steps(trainer: Any, sampling: Sampling, records: int) -> int:
             steps = min(steps, trainer.max_steps)
     if not 0 < steps < math.inf:
         raise Refused(
-            "target_epsilon needs to know how many steps there will be.",
-            parameter="target_epsilon",
+            "A target_epsilon, or correlated noise, is for so many steps, and the "
+            "Trainer does not say how many there will be.",
+            parameter="max_epochs",
             remedy="Give the Trainer max_epochs or max_steps.",
         )
     return steps
 
 
-def _steps_of(accountant: Any) -> int:
-    return sum(steps for *_, steps in accountant.history)
+def _steps_of(training: PrivateTraining) -> int:
+    """Returns the number of steps that were counted."""
+    counted = count_of(training.engine.accountant.history)
+    return getattr(training.optimizer, "steps_taken", counted)
 
 
 def _is_drawn(batch: Any) -> bool:

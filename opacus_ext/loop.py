@@ -191,7 +191,9 @@ def watch_loader(
         passes: the private model's backward passes
     """
     batches: Any = loader.batch_sampler
-    counter = DrawCounter(optimizer, _rate_of(batches))
+    drawn_by = getattr(batches, "sampling", None)
+    allocates = drawn_by is not None and drawn_by.allocates
+    counter = DrawCounter(optimizer, _rate_of(batches), allocates)
     optimizer.draws = passes.counter = counter
     given = loader.collate_fn, loader.dataset, inputs, counter, inputs.mixing.key
     loader.collate_fn = CountingCollate(*given)
@@ -222,8 +224,8 @@ def watch_loader(
             )
         if hasattr(dp_optimizer, "drop_logical_batch"):  # not one of Opacus's own
             dp_optimizer.drop_logical_batch()
-        largest, state = 0, _state_of_draws(self)
-        for batch in batches:
+        largest, state = 0, _state_of_draws(self, 0)
+        for number, batch in enumerate(batches, 1):
             counter.draw(len(batch), state, _rate_of(self))
             sizes.append(len(batch))
             if ahead and not is_split:  # its records are collated elsewhere
@@ -232,7 +234,7 @@ def watch_loader(
             if inputs is not None:
                 inputs.most = max(sizes)
             yield batch
-            state = _state_of_draws(self)
+            state = _state_of_draws(self, number)
         if inputs is not None:
             inputs.most = largest  # a loop may go through a list of all batches
 
@@ -253,11 +255,21 @@ def _rate_of(sampler: Any) -> Optional[float]:
     return getattr(sampler, "sample_rate", None)
 
 
-def _state_of_draws(sampler: Any) -> Optional[int]:
-    """Returns a hash of the state that Poisson sampling draws a batch from."""
+def _state_of_draws(sampler: Any, number: int) -> Optional[int]:
+    """
+    Returns a hash of the state that a batch of an epoch is drawn from, given its
+    number. None if there is none, or batches are to come back.
+    """
     if not isinstance(sampler, UniformWithReplacementSampler):
         return None
-    return None if getattr(sampler, "place", None) else state_of(sampler.generator)
+    sampling = getattr(sampler, "sampling", None)
+    comes_back = sampling is not None and sampling.keeps_allocation
+    if getattr(sampler, "place", None) or comes_back:
+        return None
+    state = state_of(sampler.generator)
+    if state is None or sampling is None or not sampling.allocates:
+        return state
+    return hash((state, number))  # the state of all batches of an epoch but the first
 
 
 def _is_shared_out(loader: DataLoader, batches: Any) -> bool:
@@ -385,7 +397,9 @@ def _begin_noise(optimizer: Any) -> None:
         raise Refused(
             "The state that Accelerate loads has no correlated noise.",
             parameter="noise",
-            remedy="Call accelerator.prepare with the optimizer of make_private.",
+            remedy="Save by engine.save_checkpoint (with fully_shard each process to a "
+            "file of its own), or call accelerator.prepare with the optimizer of "
+            "make_private.",
         )
     optimizer.mix_noise()
     if optimizer.ledger is not None:

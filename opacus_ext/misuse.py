@@ -30,6 +30,7 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
+from opacus_ext.accountants.mechanisms import Mechanism
 from opacus_ext.accountants.solver import default_delta
 from opacus_ext.data.copies import refuse_copies
 from opacus_ext.data.sampling import Sampling
@@ -325,6 +326,22 @@ def tell_of_records(sampling: Sampling | None) -> None:
         "come from it. If it is, say public_records=len(dataset); if it is not, "
         "give a number that you know without the data, as public_records=60_000.",
     )
+
+
+def tell_of_accountant(engine: PrivacyEngine, sampling: Sampling | None) -> None:
+    """Warns once of an accountant that does not know how batches are drawn."""
+    accountant = engine.accountant.mechanism()
+    if sampling is None or accountant in ("prv_bounds", "prv"):
+        return
+    kind, _ = sampling.step_of(1.0, 1)
+    if isinstance(kind, Mechanism):
+        warn_once(
+            engine,
+            "accountant",
+            f'The accountant "{accountant}" does not know {type(sampling).__name__}, '
+            "and counts far more than it spends. Take "
+            'PrivacyEngine(accountant="prv_bounds").',
+        )
 
 
 def tell_of_samplers(engine: PrivacyEngine, module: nn.Module, mode: str) -> None:

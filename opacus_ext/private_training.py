@@ -9,6 +9,7 @@ import copy
 import math
 import warnings
 from contextlib import contextmanager
+from dataclasses import asdict
 from typing import (
     Any,
     Callable,
@@ -17,6 +18,7 @@ from typing import (
     Mapping,
     Optional,
     Tuple,
+    Union,
 )
 
 import torch
@@ -30,9 +32,13 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import DataLoader
 
 from opacus_ext.accountants import noise_left
-from opacus_ext.data.draws import Draws, loader_like
+from opacus_ext.budget import banded, check_planned
+from opacus_ext.data.allocation import Begun
+from opacus_ext.data.choice import cyclic
+from opacus_ext.data.draws import Draws, count_records, loader_like
 from opacus_ext.data.logical import LogicalBatches, PhysicalBatch, derive_seed
 from opacus_ext.data.sampling import Sampling
+from opacus_ext.engine import INDEPENDENT
 from opacus_ext.grad_sample.modes.common import Attachment, private_model_of
 from opacus_ext.ledger import LEDGER, ledger_of
 from opacus_ext.optimizers.optimizer import ClippingOptimizer
@@ -40,6 +46,7 @@ from opacus_ext.refused import Refused, check_number
 from opacus_ext.runs import ACCOUNTANT, RUNS, add_runs, runs_of, spent_by
 from opacus_ext.secure import SecureSource
 from opacus_ext.statement import PrivacyStatement, privacy_statement
+from opacus_ext.strategies import Banded, Strategy
 
 
 def check_budget(
@@ -72,6 +79,40 @@ def check_random(secure_mode: bool, **fixed: Any) -> None:
             )
 
 
+BANDED = "banded"  # noise of as many bands as suit the budget
+
+
+def check_noise(
+    noise: Union[str, Strategy],
+    target_epsilon: Optional[float],
+    secure_mode: bool = False,
+) -> str:
+    """Refuses noise that no trainer draws; returns supported.py's word for it."""
+    if noise == INDEPENDENT:
+        return "secure" if secure_mode else INDEPENDENT
+    if noise != BANDED and not isinstance(noise, Strategy):
+        raise Refused(
+            f"noise={noise!r} is no noise.",
+            parameter="noise",
+            remedy=f"Give {INDEPENDENT!r}, {BANDED!r}, or a strategy of correlated "
+            "noise, such as opacus_ext.optimizers.Banded(bands=8, steps=1000).",
+        )
+    if secure_mode:
+        raise Refused(
+            "Correlated noise has no secure mode.",
+            parameter="secure_mode",
+            remedy="Leave it out, or noise.",
+        )
+    if noise == BANDED and target_epsilon is None:
+        raise Refused(
+            f"noise={BANDED!r} chooses the number of bands for a target_epsilon.",
+            parameter="noise",
+            remedy="Give target_epsilon in the place of noise_multiplier, or choose "
+            "the number: opacus_ext.optimizers.Banded(bands=8, steps=1000).",
+        )
+    return "banded"
+
+
 class Same:
     """Compares a value that a run depends on by identity."""
 
@@ -87,6 +128,7 @@ class Same:
 
 #: Where a run that goes on has others of these, its noise is chosen anew.
 _PLAN = "target_epsilon", "max_steps"
+_PLANNED = " Correlated noise is planned for the steps and the budget of a run."
 #: What the privacy of a run depends on: values by their owner and name.
 Basis = Dict[Tuple[str, str], Any]
 
@@ -100,6 +142,7 @@ class _Taken:
     """The physical batches that a run has taken."""
 
     place = -1, 0  # draw and part of the last one
+    before: Optional[int] = None  # draws before the first step of correlated noise
     taken = size = 0  # number of them, and of the records of the last one
 
     def size_of(self, taken: int) -> Optional[int]:
@@ -119,6 +162,7 @@ class PrivateTraining:
         seed: of noise and draws
         draw: number of the next logical batch
         saved: the state of the checkpoint that the run goes on from, if there is one
+        sampling: how the batches of a private run are drawn
     """
 
     process = (0, 1)  # number of this process, and of all
@@ -126,6 +170,7 @@ class PrivateTraining:
     optimizer: Any = None
     noise: Optional[torch.Generator] = None
     saved: Optional[Mapping[str, Any]] = None
+    sampling: Optional[Sampling] = None
     sampler: Any  # of logical batches, as lists of record numbers
     batches: LogicalBatches
     _basis: Callable[[], Basis] = dict
@@ -177,6 +222,7 @@ class PrivateTraining:
         """Returns what draws the logical batches of the run."""
         generator = SecureSource() if self.engine.secure_mode else torch.Generator()
         self.sampler = Draws(sampling, records, generator)
+        self.sampler.numbered = lambda: self.draw
         order: Dict[str, Any] = {"items": items, "seed": self.seed}
         order.update(process=self.process, start=lambda: self.draw)
         self.batches = LogicalBatches(
@@ -191,6 +237,7 @@ class PrivateTraining:
         loader: DataLoader,
         noise_multiplier: float,
         device: torch.device,
+        sampling: Sampling,
         **kwargs: Any,
     ) -> Any:
         """
@@ -210,7 +257,7 @@ class PrivateTraining:
             ledger.go_on(spent)
             ledger.load_state_dict(self.saved[LEDGER])
             add_runs(self.engine, self.saved[RUNS])
-        called = module
+        called, self.sampler.sampling = module, sampling
         if self.process[1] > 1 and not any(
             isinstance(part, FSDPModule) for part in module.modules()
         ):
@@ -224,12 +271,17 @@ class PrivateTraining:
             noise_multiplier=noise_multiplier,
             noise_generator=self.noise,
             wrap_model=False,
+            sampling=sampling,
             **kwargs,
         )
+        self.sampling = sampling
         runs_of(self.engine)[-1]["target_delta"] = self.target_delta
         if self.saved is not None and self.optimizer.adaptive is not None:
             self.optimizer.adaptive.set_bound(*self.saved["bounds"])
-        self.optimizer.draws, self._taken = None, _Taken()  # they have numbers
+        # They have numbers.
+        self.optimizer.draws, self.sampler.taken, self._taken = None, None, _Taken()
+        if self.sampler.sampling.allocates:
+            self.optimizer.begun_epochs = self._begun()
         private = private_model_of(module)
         if private is not None:
             private.passes.counter = self._taken
@@ -237,6 +289,17 @@ class PrivateTraining:
             attached: Any = module.autograd_grad_sample_hooks
             attached.append(Attachment(private, called))
         return criterion[0] if criterion else None
+
+    def _begun(self) -> Begun:
+        """Returns the allocations of the run, of which a checkpoint may have some."""
+        sampler, steps = self.sampler, self.sampler.sampling.steps
+        if self.engine.secure_mode:  # each is drawn once, also after a checkpoint
+            return Begun(lambda: sampler.begun)
+        begun = Begun(lambda: -(-self.draw // steps))
+        if self.saved is not None:
+            begun.recorded = -(-self.saved["draw"] // steps)
+            begun.noise_multiplier = self.saved["noise_multiplier"]
+        return begun
 
     @contextmanager
     def taking(self, batch: PhysicalBatch) -> Iterator[None]:
@@ -251,12 +314,29 @@ class PrivateTraining:
                 remedy="Let the Trainer's own loop alone read the training loader, and "
                 "call its step once for each of its batches.",
             )
+        self._check_noise(batch)
         self._taken.taken, self._taken.size = self._taken.taken + 1, batch.records
         private = getattr(self.hooks, "private", None)
         if private is not None and batch.records:
             private.inputs.drawn = [batch.records]
         yield
         self._taken.place = place
+
+    def _check_noise(self, batch: PhysicalBatch) -> None:
+        """Refuses to leave out draws, whose parts of the data set come in turn."""
+        noise = self.optimizer.correlated
+        if noise is None:
+            return
+        before, taken = batch.draw - noise.taken, self._taken
+        if taken.before not in (None, before):
+            raise Refused(
+                f"Draw {batch.draw} of the run follows {noise.taken} steps of "
+                f"correlated noise, and should follow {batch.draw - taken.before}: no "
+                "record may be drawn twice in as many steps as there are parts.",
+                remedy="Take one step on each batch of the training loader, or train "
+                f"with noise={INDEPENDENT!r}.",
+            )
+        taken.before = before
 
     def keep(self, basis: Callable[[], Basis]) -> None:
         """
@@ -303,15 +383,65 @@ class PrivateTraining:
                     "what it is to be.",
                 )
 
+    def choose_strategy(
+        self,
+        noise: Union[str, Strategy],
+        sampling: Sampling,
+        loader: DataLoader,
+        optimizer: torch.optim.Optimizer,
+        config: Mapping[str, Any],
+        done: int,
+    ) -> Tuple[Union[str, Strategy], Sampling]:
+        """
+        Returns the noise of a run, and how its batches are drawn.
+
+        Args:
+            noise: "independent", "banded" or a strategy of correlated noise
+            sampling: as it is for independent noise
+            loader: of the records
+            optimizer: tells its momentum
+            config, done: see :meth:`choose_noise`
+
+        Raises:
+            Refused: for more steps than the noise is planned for
+        """
+        if noise == INDEPENDENT:
+            return noise, sampling
+        if isinstance(noise, Strategy):
+            strategy = noise
+        elif self.saved is not None:
+            strategy = Banded(**self.saved["strategy"])
+        else:
+            assert self.target_epsilon is not None  # check_noise has asked for it
+            records, steps = count_records(loader.dataset), config["max_steps"] - done
+            strategy = banded(
+                sampling,
+                self.engine.accountant,
+                records,
+                optimizer,
+                epsilon=self.target_epsilon,
+                delta=self.target_delta,
+                epochs=(steps - 0.5) / sampling.steps_per_epoch(records),
+            )
+        check_planned(strategy, config["max_steps"])
+        return strategy, cyclic(sampling, strategy, loader)
+
     def choose_noise(
-        self, sampling: Sampling, records: int, config: Mapping[str, Any], done: int
+        self,
+        sampling: Sampling,
+        records: int,
+        config: Mapping[str, Any],
+        done: int,
+        noise: Union[str, Strategy] = INDEPENDENT,
     ) -> float:
         """
         Returns the noise multiplier of a run with these settings.
 
         Args:
-            config: as of :meth:`state_dict`; with a target, "max_steps" is in it
+            config: as of :meth:`state_dict`; "max_steps" is in it with a target, and
+                with correlated noise
             done: how many of these steps the checkpoint has that the run goes on from
+            noise: "independent", or the strategy of correlated noise
         """
         if self.noise_multiplier is not None:
             return self.noise_multiplier
@@ -322,7 +452,8 @@ class PrivateTraining:
 
         def record(trial: IAccountant, noise_multiplier: float) -> None:
             steps = config["max_steps"] - done
-            sampling.account(trial, records, noise_multiplier, steps)
+            strategy = noise if isinstance(noise, Strategy) else None
+            sampling.account(trial, records, noise_multiplier, steps, strategy)
 
         spent, epsilon = self._spent(self.saved), self.target_epsilon
         return noise_left(spent, epsilon, self.target_delta, record=record)
@@ -354,10 +485,9 @@ class PrivateTraining:
             spent = float(accountant.get_epsilon(self.target_delta))
         # The noise was chosen to leave less than this.
         if spent > epsilon - 0.01:
-            steps = sum(steps for *_, steps in accountant.history)
             raise Refused(
-                f"target_epsilon={epsilon} is spent: the {steps} steps so far have "
-                f"spent {spent:.2f}.",
+                f"target_epsilon={epsilon} is spent: the steps so far have spent "
+                f"{spent:.2f}.",
                 parameter="target_epsilon",
                 remedy=f"For more {setting} give a larger one, such as target_epsilon="
                 f"{math.ceil(1.5 * spent)}: it is for all steps on these records, from "
@@ -366,10 +496,12 @@ class PrivateTraining:
 
     def state_dict(self, config: Dict[str, Any]) -> Dict[str, Any]:
         """Returns what a run with these settings goes on from."""
+        noise = self.optimizer.correlated
         return {
             **spent_by(self.engine),
             "config": config,
             "noise_multiplier": self.optimizer.noise_multiplier,
+            "strategy": None if noise is None else asdict(noise.strategy),
             "bounds": self.optimizer.every_bound,
             "noise": None if self.noise is None else self.noise.get_state(),
             "seed": self.seed,
@@ -381,20 +513,24 @@ class PrivateTraining:
     ) -> None:
         """
         Refuses the state of a run with other settings, given as ``name``. A target and
-        steps may be others.
+        steps may be others if the noise is independent.
         """
         kind = saved[ACCOUNTANT]["mechanism"]
         # Older ones don't say these.
-        before = {"secure_mode": False, "accountant": kind, **saved["config"]}
-        config = {"accountant": self.engine.accountant.mechanism(), **config}
+        defaults = {"secure_mode": False, "sampling": "poisson", "noise": INDEPENDENT}
+        before = {**defaults, "accountant": kind, **saved["config"]}
+        own = self.engine.accountant.mechanism()
+        config = {**defaults, "accountant": own, **config}
+        may_change = _PLAN if config["noise"] == INDEPENDENT else ()
         changed = "; ".join(
             f"{key}: {before.get(key)!r} there, {config.get(key)!r} here"
-            for key in sorted((before.keys() | config.keys()) - {*_PLAN})
+            for key in sorted((before.keys() | config.keys()) - {*may_change})
             if before.get(key) != config.get(key)
         )
         if changed:
             raise Refused(
-                f"{path} belongs to another run; these must be the same: {changed}.",
+                f"{path} belongs to another run; these must be the same: {changed}."
+                f"{'' if may_change else _PLANNED}",
                 parameter=name,
                 remedy="Give the settings that it was written with, or train anew "
                 "from its weights.",
@@ -407,7 +543,7 @@ class PrivateTraining:
 
     def end(self) -> None:
         """Leaves an ordinary model. Idempotent."""
-        hooks, self.hooks, self.saved = self.hooks, None, None
+        hooks, self.hooks, self.saved, self.sampling = self.hooks, None, None, None
         self._basis, self._began = dict, None
         if hooks is None:
             return

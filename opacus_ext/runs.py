@@ -10,11 +10,12 @@ import opacus
 from opacus.utils.uniform_sampler import UniformWithReplacementSampler
 from torch.utils.data import DataLoader
 
+from opacus_ext.accountants.mechanisms import count_of
 from opacus_ext.accountants.whole import record_whole
 from opacus_ext.data.sampling import Sampling
 from opacus_ext.data.users import unit_of
-from opacus_ext.ledger import LEDGER, ledger_of, with_steps
-from opacus_ext.optimizers.correlated import CorrelatedNoise
+from opacus_ext.ledger import LEDGER, difference, ledger_of, with_steps
+from opacus_ext.strategies.stream import CorrelatedNoise
 
 #: Attribute of an engine and key of its checkpoints: one entry per ``make_private``.
 RUNS = "opacus_ext_runs"
@@ -128,7 +129,7 @@ def add_before(
     if units <= {unit}:
         ledger.load_state_dict({**before, "others": steps, "runs": runs})
         return
-    count = sum(number for *_, number in steps)
+    count = count_of(steps)
     ledger.beside.append(
         f"{count} steps before, by which the weights in {folder} were trained and "
         f"protect one {' or one '.join(sorted(units))}. They add to what somebody has "
@@ -173,6 +174,7 @@ def count_steps(engine: opacus.PrivacyEngine, optimizer: Any) -> None:
     hook, accountant, ledger = optimizer.step_hook, engine.accountant, ledger_of(engine)
 
     def count(dp_optimizer: Any) -> None:
+        dp_optimizer.steps_taken += 1
         spent, before = dp_optimizer.spent, accountant.history[-1:]
         is_other = spent is not None and spent.rate is not None
         if is_other and accountant.mechanism() == "gdp":
@@ -183,8 +185,8 @@ def count_steps(engine: opacus.PrivacyEngine, optimizer: Any) -> None:
             record_whole(accountant, lambda: add(dp_optimizer, spent))
             return
         hook(dp_optimizer)
-        if accountant.history[-1:] != before:
-            ledger.add(*accountant.history[-1][:2])
+        for steps in difference(accountant.history[-1:], before):
+            ledger.add(*steps)
 
     def add(dp_optimizer: Any, spent: Any) -> None:
         noise = float(dp_optimizer.noise_multiplier)

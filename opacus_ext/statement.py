@@ -13,7 +13,7 @@ import json
 import math
 import os
 from dataclasses import dataclass
-from typing import Any, Dict, List, Mapping, Optional, Tuple, Union
+from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple, Union
 
 import numpy as np
 from opacus import PrivacyEngine
@@ -21,9 +21,15 @@ from opacus.accountants import create_accountant
 from opacus.accountants.accountant import IAccountant
 
 from opacus_ext.accountants import PRVBoundsAccountant
+from opacus_ext.accountants.mechanisms import (
+    Fixed,
+    Mechanism,
+    count_of,
+    from_json,
+)
 from opacus_ext.accountants.solver import default_delta
 from opacus_ext.checkpoints import read
-from opacus_ext.ledger import BROKEN, LEDGER, Ledger, ledger_of, with_steps
+from opacus_ext.ledger import BROKEN, LEDGER, Ledger, is_drawn, ledger_of, with_steps
 from opacus_ext.refused import Refused, check_number
 from opacus_ext.runs import ACCOUNTANT, RUNS, installed_versions, runs_of
 from opacus_ext.tables import in_a_line
@@ -48,9 +54,27 @@ _NEIGHBORS = {
         "two data sets of as many {units}, in one of which one {unit}'s content is "
         "replaced by nothing; the number of {units} counts as public"
     ),
+    "exchange one": (
+        "two data sets of as many {units}, which differ in the content of one {unit}; "
+        "the number of {units} counts as public"
+    ),
     "leave one out in its place": (
         "two data sets, of which one lacks one {unit}; all others keep their places"
     ),
+}
+#: How the batches of steps were drawn.
+_DRAWN = {
+    "poisson": "each draws every {unit} with probability {sample_rate:.6g} (Poisson "
+    "sampling)",
+    "random_allocation": "every {unit} is in {selected} of each {batches:,} batches, "
+    "drawn anew for each epoch (random allocation)",
+    "balls_in_bins": "every {unit} is in one of each {bins:,} batches, the same one "
+    "in each epoch (balls in bins)",
+    "truncated_poisson": "each draws every {unit} with probability {sample_rate:.6g}, "
+    "and of more than {max_batch_size:,} a random part of so many (truncated Poisson "
+    "sampling)",
+    "fixed_size": "each draws a random set of one size, {sample_rate:.6g} of all "
+    "{units} (fixed batch size)",
 }
 _NOT_COVERED = (
     "Choices that were made by looking at private data: hyperparameters, when to stop, "
@@ -226,7 +250,7 @@ def find_spent(path: Union[str, os.PathLike]) -> str:
 def _read_json(file: str) -> Any:
     with open(file, encoding="utf-8") as opened:
         try:
-            return json.load(opened)
+            return json.load(opened, object_hook=from_json)
         except ValueError as error:
             raise Refused(
                 f"{file} can't be read: it is no JSON ({error}).",
@@ -276,15 +300,7 @@ def state(
             remedy=f"Pass one well below one over the number of {units}{known}.",
         )
     check_number("delta", delta, below=1)
-    phases = [
-        {
-            "sampling": "poisson",
-            "sample_rate": float(rate),
-            "noise_multiplier": float(noise),
-            "steps": int(steps),
-        }
-        for noise, rate, steps in accountant.history
-    ]
+    phases = [_phase(*entry) for entry in accountant.history]
     epsilon, mechanism, told = _spent(accountant, delta)
     notes = told + notes
     if records and delta >= 1 / records:
@@ -293,7 +309,7 @@ def state(
             "guarantee allows to publish somebody's data."
         )
     bands = sorted({run.get("bands", 1) for run in runs} - {1})
-    drawn = [rate < 1 for _, rate, _ in accountant.history]
+    drawn = [is_drawn(noise, rate) for noise, rate, _ in accountant.history]
     unrecorded = ledger.unrecorded or not runs
     private = all(run.get("records_are_private") for run in runs) and not unrecorded
     holds, more = _conditions(runs, drawn, unit, unrecorded)
@@ -303,7 +319,7 @@ def state(
     proven = holds != "no" and not infinite
     secure = all(run["secure_mode"] for run in runs) if runs else None
     texts = [*_NOT_COVERED, *(_SECURE if secure else _INSECURE)]
-    if any(rate < 1 for _, rate, _ in accountant.history):
+    if all(phase["sampling"] == "poisson" for phase in phases) and any(drawn):
         texts.append(_ADDITION)
     count = "" if private else f", and the number of {units}"
     not_covered = [text.format(unit=unit, units=units, count=count) for text in texts]
@@ -319,7 +335,7 @@ def state(
             "delta": delta,
             "unit": unit,
             "records": records,
-            "neighboring_relation": _relation(bands, private),
+            "neighboring_relation": _relation(bands, private, accountant.history),
             "accountant": mechanism,
             "random_numbers": _RANDOM[secure],
             "steps": sum(phase["steps"] for phase in phases),
@@ -359,8 +375,22 @@ def _unit_of(runs: List[Dict[str, Any]], unit: Optional[str]) -> Tuple[str, List
     return "record", [note]
 
 
-def _relation(bands: List[int], private: bool) -> str:
+def _phase(noise_multiplier: float, sample_rate: float, steps: int) -> Dict[str, Any]:
+    """Returns an entry of a history by plain numbers and names."""
+    if isinstance(noise_multiplier, Mechanism):
+        return noise_multiplier.describe(int(steps))
+    return {
+        "sampling": "poisson",
+        "sample_rate": float(sample_rate),
+        "noise_multiplier": float(noise_multiplier),
+        "steps": int(steps),
+    }
+
+
+def _relation(bands: List[int], private: bool, history: Sequence[Any]) -> str:
     """Returns the name of the neighbors. ``private``: the number of records is."""
+    if any(isinstance(noise, Fixed) for noise, *_ in history):
+        return "exchange one"
     if bands:
         return "leave one out in its place"
     return "add or remove one" if private else "replace one by nothing"
@@ -440,12 +470,12 @@ def _with_all_steps(
     own = ledger.missing(accountant.history)
     every = ledger.missing(accountant.history, others=True)
     notes = []
-    if count := sum(steps for *_, steps in own):
+    if count := count_of(own):
         notes.append(
             f"{count} steps are in this statement that the accountant does not have: "
             "it was replaced, or its history was changed."
         )
-    if count := sum(steps for *_, steps in every) - count:
+    if count := count_of(every) - count:
         notes.append(
             f"{count} steps of other engines, or of earlier training, are in this "
             "statement: they trained the same parameters. For one "
@@ -571,11 +601,11 @@ def _mechanism(run: Mapping[str, Any], unit: str) -> str:
 
 
 def _steps(phase: Mapping[str, Any], unit: str) -> str:
-    rate = phase["sample_rate"]
-    drawn = f"draws every {unit} with probability {rate:.6g} (Poisson sampling)"
-    if rate == 1:
-        drawn = f"is on all {_several(unit)}"
+    drawn = _DRAWN[phase["sampling"]]
+    if phase.get("sample_rate") == 1:
+        drawn = "each is on all {units}"
+    drawn = drawn.format(**{**phase, "unit": unit, "units": _several(unit)})
     return (
         f"{phase['steps']:,} with noise multiplier {phase['noise_multiplier']:.6g}; "
-        f"each {drawn}"
+        f"{drawn}"
     )

@@ -137,19 +137,6 @@ GAPS = (
         "opacus_ext.distributed.expert_parallel.",
     ),
     Gap(
-        {"front_end": _TRAINERS, "noise": ("banded",)},
-        "noise",
-        "Trainers have no correlated noise, which is accounted for draws of "
-        "CyclicPoisson, from the parts of the data set in turn.",
-        "Leave noise out, or write the training loop yourself, with make_private.",
-    ),
-    Gap(
-        {"model": ("fully_shard",), "noise": ("banded",)},
-        "noise",
-        "Correlated noise is not drawn for models sharded by fully_shard.",
-        "Leave noise out.",
-    ),
-    Gap(
         {"model": _SEVERAL, "noise": ("secure",)},
         "secure_mode",
         "A model of several processes has no secure mode.",

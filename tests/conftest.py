@@ -37,6 +37,7 @@ THOROUGH = (
     "docs_test.py",
     "distributed_test.py",
     "sharded_test.py",
+    "correlated_processes_test.py",
     "failures_test.py",
     "trainer_sharded_test.py",
     "lightning_processes_test.py",

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DistributedSampler, TensorDataset
 
 from opacus_ext import Clipping, check_per_sample_gradients
-from opacus_ext.data import Poisson
+from opacus_ext.data import BallsInBins, Poisson, RandomAllocation
 from opacus_ext.data.draws import Draws
 from opacus_ext.distributed import expert_parallel, full_state_dict
 from opacus_ext.layers import (
@@ -347,7 +347,11 @@ PLAN = Banded(bands=3, steps=16, momentum=0.5)
 
 
 def correlated_run():
-    """A run with correlated noise, its records known by their first entry."""
+    return run_of(noise=PLAN)
+
+
+def run_of(**given):
+    """A run whose records are known by their first entry."""
     torch.manual_seed(0)
     x = torch.randn(48, 5, dtype=torch.float64)
     x[:, 0] = torch.arange(48)
@@ -358,7 +362,7 @@ def correlated_run():
         batch_size=6,
         dataset=TensorDataset(x),
         poisson_sampling=True,
-        noise=PLAN,
+        **given,
         noise_multiplier=2.0,
         noise_generator=torch.Generator().manual_seed(3),
         lr=0.1,
@@ -413,6 +417,22 @@ def aware_run(kind, mode, steps=4):
             batch = share(batch, [4, 2])
         private.step(batch.double(), square_loss)
     return whole(model)
+
+
+def allocated() -> Dict[str, Any]:
+    """Epochs whose batches are drawn at once, by each process from the same seed."""
+    torch.manual_seed(dist.get_rank())
+    found = {}
+    for sampling in (RandomAllocation(steps=4), BallsInBins(bins=4)):
+        private, _ = run_of(sampling=sampling)
+        epochs = []
+        for _ in range(2):
+            epochs.append([batch for (batch,) in private.loader])
+            for batch in epochs[-1]:
+                private.step(batch, square_loss)
+        history = private.engine.accountant.history
+        found[type(sampling).__name__] = epochs, history
+    return found
 
 
 def evaluation() -> torch.Tensor:
@@ -668,6 +688,7 @@ def jobs(folder: str, size: int) -> processes.Jobs:
         "refused": lambda: refusals(REFUSED),
         "correlated": correlated,
         "aware": lambda: [aware_run(*of) for of in AWARE] if size == 2 else None,
+        "allocated": allocated,
         "one record": one_record_moves,
     }
 
@@ -705,6 +726,19 @@ def test_noise_once(mode, group):
             assert_noise(other[name], bound=bound)
         values = [x.flatten()[:40] for x in one.values()]
         assert not any(torch.equal(values[0], x) for x in values[1:])
+
+
+@pytest.mark.parametrize("name", ["RandomAllocation", "BallsInBins"])
+def test_batches_of_an_epoch_that_are_drawn_at_once(name, group):
+    """Each record is in one batch of an epoch, in one process; both count the same."""
+    (first, history), (second, other) = (x[name] for x in group(2).of("allocated"))
+    for epoch, shares in zip(first, second):
+        seen = torch.cat([*epoch, *shares])[:, 0].tolist()
+        assert sorted(seen) == [*range(48)]
+        for a, b in zip(epoch, shares):
+            assert len(a) - len(b) in (0, 1)
+    assert torch.equal(first[0][0], first[1][0]) == (name == "BallsInBins")
+    assert history == other and history[0][1:] == (1.0, 2) and len(history) == 1
 
 
 def test_correlated_noise(group):

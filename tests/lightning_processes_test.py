@@ -15,6 +15,7 @@ L = pytest.importorskip("lightning.pytorch")
 
 from torchmetrics import MeanMetric  # noqa: E402
 
+from opacus_ext.strategies import Banded  # noqa: E402
 from tests import processes  # noqa: E402
 from tests.lightning_test import (  # noqa: E402
     BATCH,
@@ -94,6 +95,7 @@ def trained(
     )
     settings = dict(repeat_noise=True, seed=SEED, target_epsilon=6.0)
     settings["max_physical_batch_size"] = given.pop("physical", None)
+    settings["noise"] = given.pop("noise", "independent")
     callback, seen = privacy(mode, **settings), Seen()
     given = {"max_steps": 9, "enable_checkpointing": True, **given}
     lightning = trainer(callback, seen, checkpoint, **given)
@@ -115,6 +117,7 @@ CASES = {
     "hooks": {"mode": "hooks", "physical": 2},
     "manual": {"automatic": False},
     "workers": {"mode": "auto", "workers": 2, "physical": 1},
+    "correlated": {"noise": Banded(2, 9)},
 }
 
 
@@ -159,10 +162,14 @@ REFUSED = {
 
 
 def jobs(folder, size):
-    saved = f"{folder}/ghost_bk/step={STOP}.ckpt"
+    def again(name):
+        saved = f"{folder}/{name}/step={STOP}.ckpt"
+        return trained(f"{folder}/again", resume=saved, **CASES[name])
+
     return {
         **{name: functools.partial(found, folder, name) for name in CASES},
-        "resumed": lambda: trained(f"{folder}/again", resume=saved),
+        "resumed ghost_bk": lambda: again("ghost_bk"),
+        "resumed correlated": lambda: again("correlated"),
         "refused": lambda: refusals(REFUSED),
     }
 
@@ -185,17 +192,21 @@ def test_two_processes_train_as_one(name, group, tmp_path):
     found = group(2).of(name)
     assert_same(found, expected)
     numbers = [drawn(SEED, step, RECORDS, BATCH).tolist() for step in range(9)]
+    if name == "correlated":  # from two parts of the data set in turn
+        numbers = [drawn for _, drawn in expected["seen"]]
+        assert all(i % 2 == n % 2 for n, drawn in enumerate(numbers) for i in drawn)
     assert expected["seen"] == list(enumerate(numbers))
     for one, other, (draw, whole) in zip(*(x["seen"] for x in found), expected["seen"]):
         assert one[0] == other[0] == draw and sorted(one[1] + other[1]) == whole
-    assert {0, 1} < {len(whole) for whole in numbers}
+    assert name == "correlated" or {0, 1} < {len(whole) for whole in numbers}
 
 
-def test_resumed_by_two_and_by_one(group, tmp_path):
-    expected = group(2).of("ghost_bk")[0]
-    assert_same(group(2).of("resumed"), expected)
-    saved = f"{group.folder}/ghost_bk/step={STOP}.ckpt"
-    alone = trained(str(tmp_path), resume=saved)
+@pytest.mark.parametrize("name", ["ghost_bk", "correlated"])
+def test_resumed_by_two_and_by_one(name, group, tmp_path):
+    expected = group(2).of(name)[0]
+    assert_same(group(2).of(f"resumed {name}"), expected)
+    saved = f"{group.folder}/{name}/step={STOP}.ckpt"
+    alone = trained(str(tmp_path), resume=saved, **CASES[name])
     assert_same([alone], expected)
     assert [draw for draw, _ in alone["seen"]] == list(range(STOP, 9))
 

@@ -12,7 +12,9 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from opacus_ext import Refused
-from opacus_ext.optimizers import AdamBC, Banded, ScaledAdam
+from opacus_ext.accountants.mechanisms import Allocated, Binned
+from opacus_ext.data import BallsInBins, RandomAllocation
+from opacus_ext.optimizers import AdamBC, ScaledAdam
 from opacus_ext.statement import read_statement
 
 from .common import assert_same
@@ -188,6 +190,36 @@ def test_resume(stop, tmp_path):
     assert distance(first, second) > 1e-2 and distance(first, whole) > 1e-2
 
 
+@pytest.mark.parametrize("stop", [2, 4])
+@pytest.mark.parametrize(
+    "sampling, kind",
+    [
+        (RandomAllocation(steps=4), Allocated(1.0, 4, 1)),
+        (BallsInBins(bins=4), Binned(1.0, 4)),
+    ],
+)
+def test_batches_of_an_epoch_that_are_drawn_at_once(sampling, kind, stop, tmp_path):
+    """An epoch of Lightning has their number; one that goes on is counted once."""
+    path = tmp_path / "a.ckpt"
+
+    def run(steps, path=None, **given):
+        given = {"sampling": sampling, "noise_multiplier": 1.0, **given}
+        model, callback = Classifier(), privacy("ghost_bk", **given)
+        lightning = trainer(callback, max_steps=steps)
+        lightning.fit(model, loader(), ckpt_path=path)
+        return weights(model), callback.engine.accountant.history, model, lightning
+
+    whole, history, model, _ = run(10, repeat_noise=True)
+    assert history == [(kind, 1.0, 3)]
+    assert [sum(model.sizes[i : i + 4]) for i in (0, 4)] == [RECORDS] * 2
+    run(stop, repeat_noise=True)[-1].save_checkpoint(path)
+    rest, again, *_ = run(10, path, repeat_noise=True)
+    assert distance(whole, rest) == 0 and again == history
+    secure = {"secure_mode": True, "seed": None}
+    run(stop, **secure)[-1].save_checkpoint(path)
+    assert run(10, path, **secure)[1] == [(kind, 1.0, 3 + (stop == 2))]
+
+
 class Seen(L.Callback):
     """The draws that Lightning's loop takes: number and records."""
 
@@ -266,7 +298,7 @@ def test_a_run_that_goes_on_with_another_plan(tmp_path):
         return lightning, callback
 
     fit(3.0, 4)[0].save_checkpoint(path)
-    with pytest.raises(Refused, match="4 steps so far have spent .*max_epochs"):
+    with pytest.raises(Refused, match="the steps so far have spent .*max_epochs"):
         fit(3.0, 6, path)
     for epsilon, steps in ((3.0, 4), (4.0, 6)):
         lightning, callback = fit(epsilon, steps, path)
@@ -433,12 +465,6 @@ REFUSED = {
         "training loader",
     ),
     "two loaders": ({}, dict(make=lambda: [loader()] * 2), "training loader"),
-    # Its draws would be accounted for as those of CyclicPoisson.
-    "correlated noise": (
-        {},
-        dict(settings={"noise": Banded(bands=2, steps=6)}),
-        "no correlated noise",
-    ),
 }
 STEPS = {"accumulates later": RECORDS // BATCH + 1, "another optimizer": 2}
 

@@ -32,7 +32,7 @@ from torch.utils.data import TensorDataset
 from opacus_ext import clipped_grads, per_sample_grads
 from opacus_ext.data import Poisson
 from opacus_ext.grad_sample.core.vmap import is_batched
-from opacus_ext.optimizers import AdamBC, Banded, ScaledAdam
+from opacus_ext.optimizers import AdamBC, ScaledAdam
 from tests import processes
 from tests.common import clipped_sum, make_private, next_token_loss, norms_of, oracle
 from tests.processes import (
@@ -492,10 +492,6 @@ REFUSED = {
         )
         for mode in ("hooks", "functorch")
     },
-    "noise": (
-        lambda: PLAIN.private(sharded(), noise=Banded(bands=2, steps=4)),
-        "Correlated noise is not drawn",
-    ),
     "scales": (
         scaled,
         "Take torch.optim.AdamW or opacus_ext.optimizers.AdamBC",

@@ -3,6 +3,8 @@
 The oracles: dense matrices, and all ways to take part in up to eight steps.
 """
 
+import copy
+import functools
 import itertools
 import math
 
@@ -15,9 +17,9 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import opacus_ext  # noqa: F401
-from opacus_ext.data import CyclicPoisson, Poisson
+from opacus_ext.accountants.mechanisms import Binned
+from opacus_ext.data import BallsInBins, CyclicPoisson, Poisson
 from opacus_ext.losses import PerSample
-from opacus_ext.optimizers.correlated import CorrelatedNoise
 from opacus_ext.refused import Refused
 from opacus_ext.strategies import (
     Banded,
@@ -26,6 +28,7 @@ from opacus_ext.strategies import (
     LambdaCGD,
     Participation,
 )
+from opacus_ext.strategies.stream import CorrelatedNoise
 
 N = 8
 STRATEGIES = {
@@ -116,54 +119,37 @@ def test_sensitivity_bounds_columns_that_rise():
                 assert most <= found * (1 + 1e-12)
 
 
-def rows_of(strategy, z, generator=None):
-    """The stream's rows for rows that are given, or drawn."""
+def rows_of(strategy, *shape, dtype=torch.float64):
+    """The rows of a stream, and the independent ones that its generator draws."""
     noise = CorrelatedNoise(strategy, strategy.steps)
-    generator, rows = generator or torch.Generator(), []
-    # A generator's state has the number of the row that it draws next.
-    for step in range(len(z)):
-
-        def draw(source):
-            torch.rand(1, generator=source)
-            return z[states[bytes(source.get_state().numpy())]]
-
-        probe = torch.Generator().set_state(generator.get_state())
-        torch.rand(1, generator=probe)
-        states = getattr(rows_of, "states", {})
-        states[bytes(probe.get_state().numpy())] = step
-        rows_of.states = states
-        rows.append(noise("w", draw, generator))
-        noise.taken += 1
-    return torch.stack(rows)
+    generator, same = (torch.Generator().manual_seed(3) for _ in range(2))
+    rows, drawn = [], []
+    for _ in range(strategy.steps):
+        draw = functools.partial(torch.randn, *shape, dtype=dtype)
+        drawn.append(draw(generator=same))
+        row = noise("w", lambda source: draw(generator=source), generator)
+        rows.append(row.clone())
+        noise.end()
+    return torch.stack(rows), torch.stack(drawn), noise.std
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_stream_is_the_inverse(name):
     strategy = STRATEGIES[name]
-    z = torch.randn(N, 3, 2, dtype=torch.float64)
-    expected = torch.tensor(np.linalg.inv(matrix(strategy))) @ z.reshape(N, -1)
-    generator = torch.Generator().manual_seed(len(name))
-    torch.testing.assert_close(rows_of(strategy, z, generator).reshape(N, -1), expected)
-    noise = CorrelatedNoise(strategy, N)
-    noise.taken = N
-    assert noise.std == pytest.approx(
-        np.linalg.norm(np.linalg.inv(matrix(strategy))[-1])
-    )
+    inverse = np.linalg.inv(matrix(strategy))
+    rows, z, std = rows_of(strategy, 3, 2)
+    expected = torch.tensor(inverse) @ z.reshape(N, -1)
+    torch.testing.assert_close(rows.reshape(N, -1), expected)
+    assert std == pytest.approx(np.linalg.norm(inverse[-1]))
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_covariance_of_a_stream(name):
     """Of 40,000 entries, drawn by the generator of a run."""
-    strategy, rows = STRATEGIES[name], []
-    noise = CorrelatedNoise(strategy, N)
-    generator = torch.Generator().manual_seed(3)
-    for _ in range(N):
-        rows.append(
-            noise("w", lambda g: torch.randn(40_000, generator=g), generator).clone()
-        )
-        noise.taken += 1
+    strategy = STRATEGIES[name]
+    rows, _, _ = rows_of(strategy, 40_000, dtype=torch.float32)
     inverse = np.linalg.inv(matrix(strategy))
-    found = np.cov(torch.stack(rows).numpy())
+    found = np.cov(rows.numpy())
     expected = inverse @ inverse.T
     deviation = np.sqrt(np.outer(np.diag(expected), np.diag(expected)) * 2 / 40_000)
     assert (np.abs(found - expected) < 5 * deviation).all()
@@ -315,3 +301,119 @@ def test_poisson_becomes_parts_of_an_epoch():
     *_, loader = private(LambdaCGD(12), Poisson(expected_batch_size=14))
     assert loader.batch_sampler.sampling.bands == 4
     assert loader.batch_sampler.sampling.expected_batch_size == 14
+
+
+def in_bins(strategy, epochs, bins=4, **kwargs):
+    """A run with balls in bins; the records of each batch."""
+    run = private(strategy, BallsInBins(bins=bins), **kwargs)
+    engine, model, optimizer, criterion, loader = run
+    drawn = []
+    for _ in range(epochs):
+        for batch in loader:
+            drawn.append({float(x[0]) for x in batch[0]})
+            step(model, optimizer, criterion, batch)
+    return run, drawn
+
+
+@pytest.mark.parametrize(
+    "strategy, left",
+    [
+        (Banded(2, 12), 2),
+        (Banded(3, 12), 1),
+        (Banded(5, 12), None),
+        (LambdaCGD(12, separation=4), None),
+    ],
+)
+def test_balls_in_bins(strategy, left):
+    """Each record is in the same batch of each epoch; bands leave some bins alike."""
+    (engine, *_), drawn = in_bins(strategy, 3)
+    assert drawn[:4] == drawn[4:8] == drawn[8:]
+    assert sum(map(len, drawn[:4])) == 60
+    history = engine.accountant.history
+    if left is not None:
+        assert history == [(Binned(1.0, left), 1.0, 3)]
+        return
+    square = sum(steps / noise**2 for noise, _, steps in history)
+    expected = strategy.sensitivity(Participation(4, 3))
+    assert math.sqrt(square) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("bands, epsilon", [(2, 0.5), (2, 1.5), (4, 1.0)])
+def test_epsilon_of_balls_in_bins_is_no_less_than_the_true_one(bands, epsilon):
+    """Of the mixture over the bins, by the likelihood ratio of 400,000 runs."""
+    epochs, bins, noise = 2, 4, 1.5
+    c = matrix(Banded(bands, epochs * bins))
+    means = np.stack([c[:, j::bins].sum(1) for j in range(bins)])
+    rng = np.random.default_rng(0)
+    drawn = rng.normal(size=(400_000, epochs * bins)) * noise
+    exponents = (drawn @ means.T - (means**2).sum(1) / 2) / noise**2
+    ratio = np.exp(exponents).mean(1)
+    trial = PrivacyEngine(accountant="prv_bounds").accountant
+    sampling = BallsInBins(bins=bins)
+    steps = epochs * bins
+    sampling.account(trial, 60, noise, steps, Banded(bands, steps))
+    delta = trial.get_delta(epsilon)
+    for excess in (ratio - math.exp(epsilon), 1 - math.exp(epsilon) * ratio):
+        found = np.maximum(excess, 0)
+        assert found.mean() - 4 * found.std() / 632 <= delta.upper
+
+
+def test_bins_are_kept_by_a_checkpoint(tmp_path):
+    strategy = LambdaCGD(12, separation=4)
+    (engine, model, optimizer, *_), before = in_bins(strategy, 1)
+    engine.save_checkpoint(path=tmp_path / "run.pt", module=model, optimizer=optimizer)
+    engine, model, optimizer, criterion, loader = private(strategy, BallsInBins(bins=4))
+    engine.load_checkpoint(path=tmp_path / "run.pt", module=model, optimizer=optimizer)
+    after = []
+    for batch in loader:
+        after.append({float(x[0]) for x in batch[0]})
+        step(model, optimizer, criterion, batch)
+    assert after == before
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_state_of_earlier_is_loaded(whole, tmp_path):
+    """Alone, all rounds count once more; with the engine they do not."""
+    strategy, path = LambdaCGD(12, separation=4), tmp_path / "run.pt"
+    engine, model, optimizer, criterion, loader = private(strategy)
+    batches = [(torch.randn(4, 5), torch.randint(0, 3, (4,))) for _ in range(12)]
+    for i, batch in enumerate(batches):
+        if i == 6:
+            parts = dict(path=path, module=model, optimizer=optimizer)
+            engine.save_checkpoint(**parts)
+            state = copy.deepcopy(optimizer.state_dict())
+        step(model, optimizer, criterion, batch)
+    if whole:
+        engine.load_checkpoint(**parts)
+    else:
+        optimizer.load_state_dict(state)
+    for batch in batches[6:]:
+        step(model, optimizer, criterion, batch)
+    found = sum(steps / noise**2 for noise, _, steps in engine.accountant.history)
+    expected = strategy.sensitivity(Participation(4, 3)) ** 2
+    assert found == pytest.approx(expected if whole else 2 * expected)
+
+
+def test_noise_that_was_drawn_in_part():
+    """Sums that have faded twice are refused; a ring and states are drawn once more."""
+    for strategy in (BufferedToeplitz(1, 12), InverseBanded(2, 12), LambdaCGD(12)):
+        _, model, optimizer, criterion, _ = private(strategy)
+        batch = torch.randn(4, 5), torch.randint(0, 3, (4,))
+        step(model, optimizer, criterion, batch)
+        row, calls = optimizer.correlated.strategy.row, []
+
+        def fails(*args):
+            calls.append(row(*args))
+            raise KeyboardInterrupt
+
+        kind = type(strategy)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(kind, "row", lambda self, *args: fails(*args))
+            with pytest.raises(KeyboardInterrupt):
+                step(model, optimizer, criterion, batch)
+        assert calls
+        if strategy.can_redraw:
+            step(model, optimizer, criterion, batch)
+            continue
+        with pytest.raises(Refused, match="last checkpoint"):
+            step(model, optimizer, criterion, batch)

@@ -130,11 +130,8 @@ def test_every_run_of_an_engine(engine, model):
 
 @pytest.mark.parametrize("model", CHOICES["model"])
 def test_every_run_of_private_trainer(model, tmp_path):
-    """It has no argument for correlated noise."""
     quiet = dict(save_strategy="no", report_to=[])
     for run in every_run(front_end="PrivateTrainer", model=model):
-        if run.noise == "banded":
-            continue
 
         def make():
             privacy = PrivacyArguments(
@@ -143,6 +140,7 @@ def test_every_run_of_private_trainer(model, tmp_path):
                 grad_sample_mode=run.mode,
                 clipping=run.clipping,
                 secure_mode=run.noise == "secure",
+                noise=Banded(2, 4) if run.noise == "banded" else "independent",
             )
             args = TrainingArguments(os.fspath(tmp_path), **quiet)
             data = [{"x": torch.full((3,), i)} for i in range(4)]

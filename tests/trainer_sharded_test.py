@@ -19,12 +19,14 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 pytest.importorskip("accelerate")
 pytest.importorskip("peft")
 
+from opacus_ext.strategies import Banded, LambdaCGD  # noqa: E402
 from tests import processes  # noqa: E402
 from tests import tiny  # noqa: E402
 from tests.processes import (  # noqa: E402
     as_torchrun,
     assert_close,
     assert_refused,
+    refusal,
     refusals,
 )
 from tests.trainer_test import SAVING, gpt2, padded, private, sentences  # noqa: E402
@@ -55,7 +57,14 @@ def by_user(model, shape=(2,), **kwargs):
 
 
 def trainer(
-    folder, make=gpt2, noise=0.0, size=SIZE, dtype=torch.double, change=None, **given
+    folder,
+    make=gpt2,
+    noise=0.0,
+    size=SIZE,
+    dtype=torch.double,
+    change=None,
+    strategy="independent",
+    **given,
 ):
     """In several processes sharded by Trainer, unless ``change`` says otherwise."""
     as_torchrun()
@@ -75,7 +84,10 @@ def trainer(
     settings.update(per_device_eval_batch_size=4 // processes)
     settings.update(padded("DataCollatorForLanguageModeling", mlm=False), **given)
     privacy = private(
-        noise_multiplier=noise, privacy_seed=7, per_sample_max_grad_norm=0.5
+        noise_multiplier=noise,
+        privacy_seed=7,
+        per_sample_max_grad_norm=0.5,
+        noise=strategy,
     )
     data = sentences()[:32]
     return a_trainer(folder, model, data, privacy, eval_dataset=data[:8], **settings)
@@ -120,9 +132,14 @@ CASES = {
         **dict(load_best_model_at_end=True),
     ),
     "noise": dict(noise=0.7, **ADAM),
+    "correlated": dict(noise=0.7, strategy=Banded(2, 4), **ADAM),
+    "correlated replicas": dict(DDP, noise=0.7, strategy=LambdaCGD(4, 0.5)),
 }
+# Each shard has noise of its own, and not that of one process.
+NOISY = "noise", "correlated"
 SAVED = "checkpoint-2"
-RESUMED = ("adam", "lora", "noise", "data parallel")
+RESUMED = ("adam", "lora", *NOISY, "data parallel", "correlated replicas")
+REPLICAS = "data parallel", "correlated replicas"
 
 
 def bf16(folder):
@@ -191,7 +208,12 @@ REFUSED = {
 def jobs(folder, size):
     if size == 3:
         given = dict(resume=f"{folder}/adam/{SAVED}", **ADAM)
-        return {"adam": lambda: trained(f"{folder}/three", **given)}
+        other = f"{folder}/correlated/{SAVED}"
+        given_noise = {"resume": other, **CASES["correlated"]}
+        return {
+            "adam": lambda: trained(f"{folder}/three", **given),
+            "fewer": lambda: refusal(trained, f"{folder}/fewer", **given_noise),
+        }
     made = {
         name: functools.partial(trained, f"{folder}/{name}", **given)
         for name, given in CASES.items()
@@ -229,7 +251,7 @@ def assert_same(found, expected, atol=1e-10):
     assert found[2] == expected[2]
 
 
-@pytest.mark.parametrize("name", [n for n in CASES if n != "noise"])
+@pytest.mark.parametrize("name", [n for n in CASES if n not in NOISY])
 def test_two_processes_train_as_one(name, alone, group):
     expected, start = alone(name), CASES[name].get("make", gpt2)
     with torch.random.fork_rng():
@@ -238,7 +260,7 @@ def test_two_processes_train_as_one(name, alone, group):
     assert any((before[n] - x).abs().max() > 1e-3 for n, x in expected[0].items())
     for found in group(2).of(name):
         assert_same(found, expected)
-        units = {"one unit": 1, "data parallel": 0}.get(name, 3)
+        units = {"one unit": 1, **dict.fromkeys(REPLICAS, 0)}.get(name, 3)
         assert len(found[3]) == units
     logs = group(2).of(name)[0][1]
     assert len(logs) == len(expected[1])
@@ -246,10 +268,11 @@ def test_two_processes_train_as_one(name, alone, group):
         assert entry == pytest.approx(other, rel=1e-4)
 
 
-def test_processes_share_one_noise(alone, group):
-    one, other = group(2).of("noise")
+@pytest.mark.parametrize("name", NOISY)
+def test_processes_share_one_noise(name, alone, group):
+    one, other = group(2).of(name)
     assert_same(one, other, atol=0)
-    assert one[2] == alone("noise")[2]
+    assert one[2] == alone(name)[2]
     spread = [(x - alone("adam")[0][n]).abs().max() for n, x in one[0].items()]
     assert min(spread) > 1e-4  # of each parameter
 
@@ -257,7 +280,7 @@ def test_processes_share_one_noise(alone, group):
 @pytest.mark.parametrize("name", RESUMED)
 def test_resumed_by_two(name, alone, group):
     """Bit for bit; DDP adds up in another order in its first step."""
-    atol = 1e-12 if name == "data parallel" else 0
+    atol = 1e-12 if name in REPLICAS else 0
     for found, expected in zip(group(2).of(f"resumed {name}"), group(2).of(name)):
         assert_same(found, expected, atol)
 
@@ -273,6 +296,13 @@ def test_resumed_by_three_and_by_two_from_one(alone, group):
     expected = alone("adam")
     for found in [*group(2).of("from one"), *group(3).of("adam")]:
         assert_same(found, expected)
+
+
+def test_correlated_noise_of_fewer_shards_is_refused(alone, group):
+    group(2).of("correlated")
+    *others, missing = group(3).of("fewer")
+    assert "noise_2.pt is missing" in missing and "as many processes" in missing
+    assert all("another share of the model" in said for said in others)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "lora", "by user"])

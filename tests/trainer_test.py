@@ -6,6 +6,7 @@ stopped.
 """
 
 import copy
+import functools
 import inspect
 import json
 import os
@@ -21,6 +22,8 @@ from torch.utils.data import IterableDataset
 from transformers import DataCollatorForLanguageModeling, TrainerCallback
 from transformers import default_data_collator as collate
 
+from opacus_ext.accountants.mechanisms import Allocated, Binned
+from opacus_ext.data import RandomAllocation
 from opacus_ext.data.collators import RecordCollator
 from opacus_ext.data.logical import derive_seed
 from opacus_ext.grad_sample.adapter.model import PrivateModel
@@ -326,7 +329,7 @@ def test_a_budget_that_is_spent_is_told_before_weights_are_loaded(tmp_path):
     trainer(tmp_path, privacy=private(**BUDGET), **SAVING).train()
     run = trainer(tmp_path, privacy=private(**BUDGET), **{**SAVING, "max_steps": 9})
     before = weights(run.model)
-    words = r"4 steps so far have spent 3\.99.*num_train_epochs.*target_epsilon=6"
+    words = r"the steps so far have spent 3\.99.*num_train_epochs.*target_epsilon=6"
     with pytest.raises(Refused, match=words):
         run.train(True)
     assert distance(before, weights(run.model)) == 0 and history(run) == []
@@ -543,6 +546,69 @@ def test_the_other_order_of_bases():
 
 
 # -- checkpoints -------------------------------------------------------------------
+
+
+class Sized(PrivateTrainer):
+    sizes = ()  # of draws
+
+    def get_batch_samples(self, *args):
+        items, count = super().get_batch_samples(*args)
+        self.sizes += tuple(item[-1].drawn for item in items[-1:])
+        return items, count
+
+
+SAMPLINGS = {
+    "allocation": ({"sampling": "allocation"}, Allocated(1.0, 7, 1)),
+    "bins": ({"sampling": "balls_in_bins"}, Binned(1.0, 7)),
+    "public": ({"sampling": "allocation", "public_records": 30}, Allocated(1.0, 5, 1)),
+    "two of three": (RandomAllocation(steps=3, selected=2), Allocated(1.0, 3, 2)),
+}
+
+
+@pytest.mark.parametrize("name", SAMPLINGS)
+def test_batches_of_an_epoch_that_are_drawn_at_once(name, tmp_path):
+    """A run that is stopped in an epoch goes on in it, and counts it once."""
+    given, kind = SAMPLINGS[name]
+    cls, privacy = functools.partial(Sized, sampling=given), private()
+    if isinstance(given, dict):
+        cls, privacy = Sized, private(**given)
+
+    def make():
+        saving = {**SAVING, "save_steps": 4, "max_steps": 9}
+        return trainer(tmp_path, cls=cls, privacy=privacy, **saving)
+
+    whole, rest = make(), make()
+    whole.train()
+    t, selected = kind.values[1], (*kind.values, 1)[2]
+    epochs = [whole.sizes[i : i + t] for i in range(0, 10 - t, t)]
+    assert [sum(epoch) for epoch in epochs] == [N * selected] * len(epochs)
+    assert (whole.sizes[:2] == whole.sizes[t : t + 2]) == (name == "bins")
+    assert history(whole) == [(kind, 1.0, -(-9 // t) * selected)]
+    rest.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+    assert distance(weights(whole.model), weights(rest.model)) == 0
+    assert history(rest) == history(whole)
+    phases = read_statement(tmp_path / "checkpoint-4", 1e-3).content["phases"]
+    assert phases == [kind.describe(-(-4 // t) * selected)]
+
+
+@pytest.mark.parametrize(
+    "given, message",
+    [
+        ({"privacy": {"sampling": "shuffle"}}, "is not one of 'poisson', 'allocation'"),
+        (
+            {
+                "privacy": {"sampling": "allocation"},
+                "sampling": RandomAllocation(steps=3),
+            },
+            "both say how batches are drawn",
+        ),
+        ({"sampling": "allocation"}, "sampling must say how batches are drawn"),
+    ],
+)
+def test_samplings_that_are_refused(given, message, tmp_path):
+    with pytest.raises(Refused, match=message):
+        privacy = private(**given.get("privacy", {}))
+        PrivateTrainer(gpt2(), arguments(tmp_path), **{**given, "privacy": privacy})
 
 
 def test_a_resumed_run_is_the_one_that_was_not_stopped(tmp_path):

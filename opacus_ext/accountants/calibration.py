@@ -294,8 +294,10 @@ def noise_left(
     """
     _checked(epsilon=epsilon, delta=delta, sample_rate=sample_rate, steps=steps)
 
+    from opacus_ext.accountants.stock import in_place_of  # imports Opacus
+
     def spent(noise: float) -> float:
-        trial = deepcopy(accountant)  # with its state beside the history
+        trial = in_place_of(deepcopy(accountant))  # with its state beside the history
         if record is None:
             trial.history = [*accountant.history, (noise, sample_rate, steps)]
         else:

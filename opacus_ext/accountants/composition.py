@@ -7,7 +7,14 @@ from collections import Counter
 from typing import Any, Callable, List, Tuple
 
 from opacus_ext.accountants import profiles
+from opacus_ext.accountants.mechanisms import (
+    Fixed,
+    Mechanism,
+    refuse_mixed,
+    upper_steps,
+)
 from opacus_ext.accountants.numerical import Bounds, Step, delta_bounds, epsilon_bounds
+from opacus_ext.accountants.whole import add_steps
 from opacus_ext.refused import Refused
 
 # Distinct steps that are convolved. Beyond, they are rounded: see _rounded.
@@ -21,7 +28,8 @@ class Composition:
     without its base class of Opacus, and so without torch.
 
     Attributes:
-        history: of (noise_multiplier, sample_rate, steps)
+        history: of (noise_multiplier, sample_rate, steps), where the noise multiplier
+            may be a :class:`~opacus_ext.accountants.mechanisms.Mechanism`
 
     Example:
         >>> spent = Composition()
@@ -49,13 +57,7 @@ class Composition:
         Raises:
             Refused: for a negative noise, or a rate outside [0, 1]
         """
-        new = check_step(noise_multiplier, sample_rate, 1)
-        last = self.history[-1:]
-        if last and tuple(last[0][:2]) == new[:2]:
-            last = [(*new[:2], last[0][2] + 1)]
-        else:
-            last = [*last, new]
-        self.history[-1:] = last  # at once: an interrupt leaves it as it was
+        add_steps(self.history, *check_step(noise_multiplier, sample_rate, 1))
 
     def get_epsilon(self, delta: float, **others: Any) -> float:
         """
@@ -69,7 +71,8 @@ class Composition:
         Returns a lower bound, an estimate and an upper bound of epsilon at ``delta``.
         The lower bound is 1 % of epsilon below the estimate, and more where that would
         take more than a million points. The upper bound is nearer, mostly by a factor
-        of 100.
+        of 100. With batches that were allocated, cut or of a fixed size the lower
+        bound is a coarse one, that of a simple attack.
 
         Raises:
             Refused: for a delta outside (0, 1), and a history that is no list of steps
@@ -96,16 +99,45 @@ class Composition:
 
     def _bounds(self, bounds_of: Callable[[List[Step]], Bounds], most: float) -> Bounds:
         """Returns the bounds of all steps; ``most`` is that of a step without noise."""
+        refuse_mixed(self.history)
         pairs: Counter = Counter()
+        mechanisms: Counter = Counter()
         for noise, rate, steps in (check_step(*entry) for entry in self.history):
             if rate > 0 and steps > 0 and noise < math.inf:
-                pairs[noise, rate] += steps
-        if any(noise == 0 for noise, _ in pairs):
+                if isinstance(noise, Mechanism):
+                    mechanisms[noise] += steps
+                else:
+                    pairs[noise, rate] += steps
+        if any(noise == 0 for noise in (*mechanisms, *(noise for noise, _ in pairs))):
             return Bounds(0.0, most, most)
+        if mechanisms:
+            return _mixed_bounds(pairs, mechanisms, bounds_of)
         if len(pairs) <= _DISTINCT:
             return bounds_of(steps_of(pairs))
         low, high = (bounds_of(steps_of(_rounded(pairs, side))) for side in (-1, 1))
         return Bounds(low.lower, (low.estimate + high.estimate) / 2, high.upper)
+
+
+def _mixed_bounds(
+    pairs: Counter, mechanisms: Counter, bounds_of: Callable[[List[Step]], Bounds]
+) -> Bounds:
+    """
+    Returns the bounds of sampled steps beside other mechanisms: the larger of those of
+    removals and additions. In every case tried, removals have the larger one.
+    """
+    below = Counter(pairs)
+    for mechanism, count in mechanisms.items():
+        below[mechanism.lower()] += count
+    low, high = (
+        steps_of(_rounded(x, side) if len(x) > _DISTINCT else x)
+        for x, side in ((below, -1), (pairs, 1))
+    )
+    high += upper_steps(mechanisms)
+    bounds = bounds_of(high)
+    if not any(isinstance(mechanism, Fixed) for mechanism in mechanisms):
+        turned = [Step(profiles.turned(profile), k) for profile, k in high]
+        bounds = max(bounds, bounds_of(turned), key=lambda x: x.upper)
+    return bounds._replace(lower=min(bounds_of(low).lower, bounds.estimate))
 
 
 def steps_of(pairs: Counter) -> List[Step]:
@@ -168,4 +200,6 @@ def check_step(noise: float, rate: float, steps: int) -> Tuple[float, float, int
         "between 0 and 1: it is the probability of a record to be in the batch",
     )
     _check("steps", steps, steps >= 0 and int(steps) == steps, "a whole number")
-    return float(noise), float(rate), int(steps)
+    if not isinstance(noise, Mechanism):
+        noise = float(noise)
+    return noise, float(rate), int(steps)

@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any, Callable
+from typing import Any, Callable, List
+
+
+def add_steps(history: List[Any], noise: float, rate: float, steps: int) -> None:
+    """Adds steps to a history, to the last entry if that is of the same kind."""
+    last = history[-1:]
+    if last and tuple(last[0][:2]) == (noise, rate):
+        last = [(noise, rate, last[0][2] + steps)]
+    else:
+        last = [*last, (noise, rate, steps)]
+    history[-1:] = last  # at once: an interrupt leaves it as it was
 
 
 def record_whole(accountant: Any, record: Callable[[], None]) -> None:

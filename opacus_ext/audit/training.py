@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, default_collate
 
+from opacus_ext.accountants.mechanisms import count_of
 from opacus_ext.audit import bounds
 from opacus_ext.audit import canaries as inserted
 from opacus_ext.audit.report import Audit, Finding
@@ -120,7 +121,7 @@ def audit_training(
 
     def counted(batch: Any) -> int:
         run.step(batch)
-        return sum(n for *_, n in accountant.history)
+        return count_of(accountant.history)
 
     with quiet():
         total = [counted(batch) for batch in progress(run.loader, "auditing a run")][-1]

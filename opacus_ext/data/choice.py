@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, Optional, Tuple
+from typing import Any, Optional, Tuple, Union
 
 from opacus.utils.uniform_sampler import UniformWithReplacementSampler
 from torch.utils.data import DataLoader
 
+from opacus_ext.data.allocation import BallsInBins
 from opacus_ext.data.draws import count_records
 from opacus_ext.data.sampling import (
     CyclicPoisson,
@@ -21,19 +22,19 @@ from opacus_ext.strategies import Banded, Strategy
 
 def cyclic(
     sampling: Optional[Sampling], strategy: Strategy, loader: DataLoader
-) -> CyclicPoisson:
+) -> Union[CyclicPoisson, BallsInBins]:
     """
     The sampling that correlated noise needs, of the same expected batch size: from as
     many parts as steps until noise is independent again, so that sampling amplifies
     privacy, or else from one part for each step of an epoch.
     """
-    if isinstance(sampling, CyclicPoisson):
+    if isinstance(sampling, (CyclicPoisson, BallsInBins)):
         return sampling
     if sampling is None:
         sampling = Poisson(sample_rate=1 / len(loader))
     if type(sampling) is not Poisson:
         raise Refused(
-            f"Correlated noise needs CyclicPoisson, not {sampling}.",
+            f"Correlated noise needs CyclicPoisson or BallsInBins, not {sampling}.",
             parameter="sampling",
             remedy="Leave sampling out.",
         )

@@ -39,6 +39,13 @@ class _SharedOut:
         )
 
 
+class _Epoch:
+    """The batches of an epoch that are drawn at once, and the step of the first."""
+
+    first = -1
+    allocation: Any = None
+
+
 class Draws(_SharedOut, UniformWithReplacementSampler):
     """
     The batches of an epoch, as lists of record numbers, drawn by a ``Sampling``.
@@ -68,9 +75,17 @@ class Draws(_SharedOut, UniformWithReplacementSampler):
         #: The most batches that are drawn before the step of the first of them.
         self.ahead = 0
         self._expected: Optional[int] = None  # steps there must be after an epoch
+        #: Gives the number of the next draw, where a run numbers them.
+        self.numbered: Optional[Callable[[], int]] = None
+        self.begun = 0  # epochs whose batches were drawn at once
+        self.allocation: Any = None  # of the run; None if it is to be drawn anew
+        self.keeper: Any = None  # keeps the allocation, if a checkpoint must have it
+        self._epoch = _Epoch()  # of a run that numbers draws
 
     def __iter__(self) -> Iterator[List[int]]:
-        first = 0 if self.taken is None else self.taken()
+        number = self.taken or self.numbered
+        first = 0 if number is None else number()
+        epoch = _Epoch() if self.numbered is None else self._epoch
         expected = first if self._expected is None else self._expected
         self._check_steps(expected, expected)
         self._expected = None
@@ -78,11 +93,26 @@ class Draws(_SharedOut, UniformWithReplacementSampler):
         first_own, processes = self.place or (0, 1)
         for step in range(first, first + self.steps):
             self._check_steps(max(first, step - self.ahead), step)
-            drawn = self.sampling.draw(self.num_samples, generator, step)
+            drawn = self._draw(generator, step, epoch)
             self.most = math.ceil(len(drawn) / processes)
             yield drawn[first_own::processes].tolist()
         if self.taken is not None:
             self._expected = first + self.steps
+
+    def _draw(self, generator: Any, step: int, epoch: _Epoch) -> torch.Tensor:
+        sampling, records = self.sampling, self.num_samples
+        if not sampling.allocates:
+            return sampling.draw(records, generator, step)
+        first = step - step % sampling.steps
+        if first != epoch.first:
+            self.begun += 1
+            keeper = self if self.keeper is None else self.keeper
+            epoch.first, epoch.allocation = first, keeper.allocation
+            if epoch.allocation is None:
+                epoch.allocation = sampling.allocate(records, generator)
+            if sampling.keeps_allocation:
+                keeper.allocation = epoch.allocation
+        return sampling.batch(epoch.allocation, step)
 
     def _shared(self) -> torch.Generator:
         """Returns a generator that all processes have: each draws the whole batch."""

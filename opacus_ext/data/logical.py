@@ -86,9 +86,11 @@ class LogicalBatches(Sampler):
 
     def __iter__(self) -> Iterator[_Item]:
         draws, start = iter(self.draws), self.start()
+        sampling = getattr(self.draws, "sampling", None)
         for draw in range(start, start + len(self.draws)):
             if isinstance(self.generator, torch.Generator):  # not of secure mode
-                self.generator.manual_seed(derive_seed(self.seed, "draw", draw))
+                first = draw if sampling is None else sampling.drawn_at(draw)
+                self.generator.manual_seed(derive_seed(self.seed, "draw", first))
             drawn = np.array(next(draws), int)
             rank, processes = self.process
             most = math.ceil(len(drawn) / processes)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 import numbers
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Callable, Dict, Optional, Tuple
+from typing import TYPE_CHECKING, Any, Callable, ClassVar, Dict, Optional, Tuple
 
-from opacus_ext.accountants.whole import record_whole
+from opacus_ext.accountants.whole import add_steps, record_whole
 from opacus_ext.refused import Refused, check_number
 from opacus_ext.strategies import Participation, Strategy
 
@@ -43,6 +43,11 @@ class Poisson:
         >>> sampling.rate(records=1001), sampling.divisor(records=1001)
         (0.05, 50)
     """
+
+    #: True if the batches of an epoch, or of a run, are drawn at once.
+    allocates: ClassVar[bool] = False
+    #: True if an allocation is that of the whole run.
+    keeps_allocation: ClassVar[bool] = False
 
     steps: Optional[int] = None
     expected_batch_size: Optional[float] = None
@@ -83,6 +88,10 @@ class Poisson:
     def draw(self, records: int, generator: Any, step: int = 0) -> torch.Tensor:
         """Returns the record numbers of batch ``step`` of the run, ascending."""
         return _drawn(records, self.rate(records), generator)
+
+    def drawn_at(self, step: int) -> int:
+        """Returns the step of the run at which the batch of a step is drawn."""
+        return step
 
     def steps_per_epoch(self, records: int) -> int:
         """Returns the length of the loader."""
@@ -138,7 +147,11 @@ class Poisson:
         Records steps with an accountant, or a Composition. ``strategy`` is that of
         correlated noise.
         """
-        _account(accountant, noise_multiplier, self.rate(records), steps)
+        _account(accountant, *self.step_of(noise_multiplier, records), steps)
+
+    def step_of(self, noise_multiplier: float, records: int) -> Tuple[float, float]:
+        """Returns noise and rate of the entry, as accountants have them."""
+        return noise_multiplier, self.rate(records)
 
     def hook(self, accountant: IAccountant, records: int) -> Callable[[Any], None]:
         """Returns the step hook of the optimizer, which records each step."""
@@ -153,11 +166,12 @@ class Poisson:
                     "and split large ones by opacus.utils.batch_memory_manager."
                     "BatchMemoryManager.",
                 )
-            record_whole(
-                accountant, lambda: self._count(accountant, records, optimizer)
-            )
+            self._record(accountant, records, optimizer)
 
         return record
+
+    def _record(self, accountant: IAccountant, records: int, optimizer: Any) -> None:
+        record_whole(accountant, lambda: self._count(accountant, records, optimizer))
 
     def _count(self, accountant: IAccountant, records: int, optimizer: Any) -> None:
         self.account(accountant, records, optimizer.noise_multiplier)
@@ -224,25 +238,31 @@ def _account(accountant: Any, noise_multiplier: float, rate: float, steps: int) 
     if steps == 1:
         accountant.step(noise_multiplier=noise_multiplier, sample_rate=rate)
     else:
-        accountant.history.append((noise_multiplier, rate, steps))
+        add_steps(accountant.history, noise_multiplier, rate, steps)
 
 
 def _drawn(records: int, rate: float, generator: Any) -> torch.Tensor:
+    """Returns the numbers of records whose key is below the rate."""
+    keys = random_keys(records, generator)
+    if keys.is_floating_point():
+        drawn = keys < rate
+    else:  # The rate is rounded down; 2^63 is out of range.
+        drawn = keys <= int(rate * 2**63) - 1
+    return drawn.nonzero()[:, 0]
+
+
+def random_keys(records: int, generator: Any) -> torch.Tensor:
     """
-    Returns the numbers of records whose key is below the rate: of 53 random bits, as a
-    rate of 1e-6 would be wrong by a percent with 24; of 63 from a ``SecureSource``.
+    Returns a random number for each record: floats below 1 of 53 bits, as a rate of
+    1e-6 would be wrong by a percent with 24; from a ``SecureSource`` integers of 63.
     """
     import torch
 
     from opacus_ext.secure import SecureSource
 
     if isinstance(generator, SecureSource):
-        # The rate is rounded down; 2^63 is out of range.
-        drawn = generator.integers(records) <= int(rate * 2**63) - 1
-    else:
-        keys = torch.rand(records, generator=generator, dtype=torch.float64)
-        drawn = keys < rate
-    return drawn.nonzero()[:, 0]
+        return generator.integers(records)
+    return torch.rand(records, generator=generator, dtype=torch.float64)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -293,6 +313,22 @@ class CyclicPoisson(Poisson):
         part = torch.arange(step % self.bands, records, self.bands)
         return part[_drawn(len(part), self._rate_of_round(records), generator)]
 
+    @property
+    def separation(self) -> int:
+        """The least number of steps between two of one record."""
+        return self.bands
+
+    def kind_of_round(
+        self, noise_multiplier: float, records: int, strategy: Optional[Strategy]
+    ) -> Optional[Tuple[float, float]]:
+        """
+        Returns noise and rate of a round of steps, as accountants have them; None if
+        the rounds of a record are not independent.
+        """
+        if strategy is not None and strategy.span > self.bands:
+            return None
+        return noise_multiplier, self._rate_of_round(records)
+
     def account(
         self,
         accountant: Any,
@@ -301,17 +337,9 @@ class CyclicPoisson(Poisson):
         steps: int = 1,
         strategy: Optional[Strategy] = None,
     ) -> None:
-        """
-        Records the steps of a run: each round of ``bands`` steps is one at a larger
-        rate. If the rounds of a record are not independent, they are one release on all
-        records.
-        """
+        """Records the steps of a run, by rounds of ``bands`` steps."""
         rounds = -(-steps // self.bands)
-        if strategy is None or strategy.span <= self.bands:
-            _account(accountant, noise_multiplier, self._rate_of_round(records), rounds)
-            return
-        sensitivity = strategy.sensitivity(Participation(self.bands, rounds))
-        _account(accountant, noise_multiplier / sensitivity, 1.0, 1)
+        account_rounds(self, accountant, records, noise_multiplier, rounds, strategy)
 
     def _rate_of_round(self, records: int) -> float:
         """Returns the probability that a record is drawn in a round of its part."""
@@ -319,37 +347,57 @@ class CyclicPoisson(Poisson):
         return 1.0 if rate > 1 - 1e-9 else rate
 
     def _count(self, accountant: IAccountant, records: int, optimizer: Any) -> None:
-        noise = getattr(optimizer, "correlated", None)
-        if noise is None:
+        if getattr(optimizer, "correlated", None) is None:
             raise Refused(
                 f"The batches are drawn for correlated noise, from {self.bands} parts.",
                 parameter="sampling",
                 remedy="Pass make_private(noise=...), which draws them so.",
             )
-        # A step that failed after its noise was drawn has begun a round, too.
-        begun = -(-noise.taken // self.bands)
-        if begun > noise.counted:
-            self._count_round(accountant, records, optimizer, begun)
-            noise.counted = begun
-
-    def _count_round(
-        self, accountant: IAccountant, records: int, optimizer: Any, rounds: int
-    ) -> None:
-        """Records what the last of so many rounds adds."""
-        noise, multiplier = optimizer.correlated, optimizer.noise_multiplier
-        if noise.is_amplified:
-            _account(accountant, multiplier, self._rate_of_round(records), 1)
-            return
-        # Gaussian releases: the squares of their sensitivities add up.
-        sensitivity = noise.strategy.sensitivity
-        after = sensitivity(Participation(self.bands, rounds))
-        before = 0.0
-        if rounds > 1:
-            before = sensitivity(Participation(self.bands, rounds - 1))
-        added = math.sqrt(max(after**2 - before**2, 0.0))
-        if added:
-            _account(accountant, multiplier / added, 1.0, 1)
+        count_rounds(self, accountant, records, optimizer)
 
     def describe(self, records: int) -> Dict[str, Any]:
         """Returns plain numbers and names for the privacy statement."""
         return {**super().describe(records), "scheme": "cyclic_poisson"}
+
+
+def account_rounds(
+    sampling: Any,
+    accountant: Any,
+    records: int,
+    noise_multiplier: float,
+    rounds: int,
+    strategy: Optional[Strategy],
+    known: int = 0,
+) -> None:
+    """
+    Records rounds of ``sampling.separation`` steps, in each of which a record has one
+    step at most, but for those that are ``known``. If rounds are not independent, they
+    are one release on all records, and of Gaussian releases the squares of the
+    sensitivities add up.
+    """
+    kind = sampling.kind_of_round(noise_multiplier, records, strategy)
+    if kind is not None:
+        noise, rate = kind
+        _account(accountant, noise, rate, rounds - known)
+        return
+    assert strategy is not None
+    square = 0.0
+    for sign, times in ((1, rounds), (-1, known)):
+        if times:
+            participation = Participation(sampling.separation, times)
+            square += sign * strategy.sensitivity(participation) ** 2
+    if square > 0:
+        _account(accountant, noise_multiplier / math.sqrt(square), 1.0, 1)
+
+
+def count_rounds(
+    sampling: Any, accountant: IAccountant, records: int, optimizer: Any
+) -> None:
+    """Records the round that the step of an optimizer has begun, if it has."""
+    noise, multiplier = optimizer.correlated, float(optimizer.noise_multiplier)
+    # A step that failed after its noise was drawn has begun a round, too.
+    begun, known = -(-noise.taken // sampling.separation), noise.counted
+    if begun > known:
+        run = records, multiplier, begun, noise.strategy, known
+        account_rounds(sampling, accountant, *run)
+        noise.counted = begun

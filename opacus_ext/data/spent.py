@@ -30,6 +30,10 @@ _OF_ANOTHER = (
     "not {own:g}: by the loader of another make_private, or by a sampler that was "
     "changed since."
 )
+_NOT_OWN = (
+    "A step was taken on records that another loader than that of its make_private has "
+    "drawn."
+)
 _ALIKE = (
     "The sum of this run and another one of this process: both were seeded with the "
     "same number and drew the same records, so that their epsilons do not add up as "
@@ -58,10 +62,14 @@ class DrawCounter:
         optimizer: that steps on them
         rate: probability with which a record is drawn; None if it is not known, so that
             steps are accounted for as they are
+        allocates: True if the batches of an epoch are drawn at once, and accounted for
+            at its first step
     """
 
-    def __init__(self, optimizer: Any, rate: Optional[float] = None):
-        self.rate, self.steps = rate, 0
+    def __init__(
+        self, optimizer: Any, rate: Optional[float] = None, allocates: bool = False
+    ):
+        self.rate, self.allocates, self.steps = rate, allocates, 0
         self._optimizer = weakref.ref(optimizer)
         self._taken_before = 0  # batches taken in earlier iterations
         self._asked = self._drawn = self._ahead = 0  # in this iteration
@@ -134,8 +142,13 @@ class DrawCounter:
             return Spent(1.0, _AGAIN)
         if self._is_own(draws) and self.steps >= self.taken:
             return self._again()
-        others = (x.counter for x in draws)
-        rates = [1.0 if x.rate is None else x.rate for x in others]  # type: ignore
+        others = {x.counter for x in draws} - {self}
+        if others and self.allocates:
+            return Spent(1.0, _NOT_OWN)
+        rates = [
+            1.0 if x.rate is None or x.allocates else x.rate  # type: ignore
+            for x in others
+        ]
         rate = max([self._largest, *rates])
         if rate <= self.rate * (1 + 1e-9):
             return None

@@ -148,24 +148,27 @@ class _Distributed(Base):
             if self.rank != 0:
                 return None
             return self.generator or self._generator_for(p.device)
-        key = p.device, *self._share(p)
+        key = p.device, *(self._share(p) or ())
         if key not in self._generators:
             number = zlib.crc32(repr(key[1:]).encode()) + 1
             seed = (self._seed + number * 0x9E3779B97F4A7C15) % 2**63
             self._generators[key] = torch.Generator(p.device).manual_seed(seed)
         return self._generators[key]
 
-    def _share(self, p: Any) -> Sequence[Tuple[Any, int]]:
+    def _share(self, p: Any) -> Optional[Tuple[Any, ...]]:
         """
         Returns the position of this process's share: its coordinate in each dimension
-        of the mesh that cuts the parameter. Copies of a share have the same position.
+        of the mesh that cuts the parameter, which dimension of how many processes it
+        is, and how it cuts. Copies of a share have the same position.
         """
         if group_of(p) is not None:
-            return [("expert_parallel", self.rank)]
+            return (("expert_parallel", self.rank, self.world_size, ""),)
+        if not isinstance(p, DTensor):
+            return () if self.rank == 0 else None
         mesh = p.device_mesh
         names = mesh.mesh_dim_names or range(mesh.ndim)
-        at = zip(names, mesh.get_coordinate(), p.placements)
-        return [(name, i) for name, i, k in at if not isinstance(k, Replicate)]
+        at = zip(names, mesh.get_coordinate() or (), mesh.shape, p.placements)
+        return tuple((*x, str(k)) for *x, k in at if not isinstance(k, Replicate))
 
     def _draw_seed(self) -> None:
         """Draws process 0's seed for the noise of all shares in one step."""

@@ -6,7 +6,17 @@ import functools
 import secrets
 import weakref
 from collections import defaultdict
-from typing import TYPE_CHECKING, Any, Dict, List, Mapping, Optional, Sequence, Set
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Dict,
+    List,
+    Mapping,
+    Optional,
+    Sequence,
+    Set,
+    Tuple,
+)
 
 import torch
 from opacus.optimizers import DPOptimizer
@@ -15,7 +25,6 @@ from torch.distributed.tensor import DTensor
 
 from opacus_ext.data.spent import state_of
 from opacus_ext.ledger import note_beside
-from opacus_ext.optimizers.correlated import CorrelatedNoise
 from opacus_ext.refused import Refused
 from opacus_ext.secure import (
     SecureSource,
@@ -23,6 +32,7 @@ from opacus_ext.secure import (
     gaussian_grid,
     with_noise,
 )
+from opacus_ext.strategies.stream import CorrelatedNoise
 
 if TYPE_CHECKING:
     Base = DPOptimizer
@@ -38,7 +48,7 @@ _ALIKE = (
 # Parameters of so few entries share a draw: starting kernels takes longer than they do.
 _SMALL = 2**16
 # Keys of checkpoints.
-_CORRELATED, _NOISE = "opacus_ext_correlated_noise", "opacus_ext_noise_of"
+CORRELATED, _NOISE = "opacus_ext_correlated_noise", "opacus_ext_noise_of"
 
 
 class NoisyOptimizer(Base):
@@ -167,13 +177,23 @@ class NoisyOptimizer(Base):
         """Returns True if this process draws random numbers for the noise."""
         return True
 
+    def _share(self, p: Any) -> Optional[Tuple[Any, ...]]:
+        """
+        Returns which share of a parameter this process adds noise to; None for none. A
+        process that has all of it adds noise to ``()``.
+        """
+        return ()
+
     def _state_of_noise(self) -> Optional[int]:
         """
         A hash of the generator's state before this step; None if it draws no noise.
 
         Raises:
-            Refused: if an earlier step began with this state
+            Refused: if an earlier step began with this state, and for correlated noise
+                that has lost what it is to take back
         """
+        if self.correlated is not None:
+            self.check_rows(self.correlated)
         if self.secure_mode or not self.noise_multiplier:
             return None
         if not self._draws_noise():
@@ -190,6 +210,14 @@ class NoisyOptimizer(Base):
                 remedy="Seed it once, before make_private, and not in the loop.",
             )
         return state
+
+    def check_rows(self, noise: CorrelatedNoise) -> None:
+        """
+        Raises:
+            Refused: if correlated noise has lost what it is to take back
+        """
+        shares = {self._share(p) for p in self.params}
+        noise.check_shares(shares - {None})
 
     def _note_noise(self, state: Optional[int]) -> None:
         """Notes the state that a step's noise was drawn from."""
@@ -277,7 +305,7 @@ class NoisyOptimizer(Base):
             torch._foreach_add_(sums, rows)
         divide(undivided, divisor)
         if self.correlated is not None:
-            self.correlated.taken += 1
+            self.correlated.end()
 
     def _places_of(self, params: Sequence[torch.nn.Parameter]) -> List[int]:
         """Returns the positions of some parameters among those of all groups."""
@@ -296,7 +324,7 @@ class NoisyOptimizer(Base):
         """This step's noise for some parameters."""
         if self.correlated is None or generator is None:
             return _normal(like, shape, std, generator)
-        name = (self.rank, *self._places_of(params))
+        name = (self._share(params[0]), *self._places_of(params))
         draw = functools.partial(_normal, like, shape, 1.0)
         row = self.correlated(name, draw, generator)
         return row.mul_(std).to(like.dtype)
@@ -307,7 +335,7 @@ class NoisyOptimizer(Base):
         """The state of the wrapped optimizer, and that of correlated noise."""
         state = {**super().state_dict(), _NOISE: self._noise_of}
         if self.correlated is not None:
-            state = {**state, _CORRELATED: self.correlated.state_dict()}
+            state = {**state, CORRELATED: self.correlated.state_dict()}
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -318,15 +346,8 @@ class NoisyOptimizer(Base):
             Refused: if only one of the two runs has correlated noise
         """
         state = dict(state_dict)
-        noise, noise_of = state.pop(_CORRELATED, None), state.pop(_NOISE, None)
-        if (noise is None) != (self.correlated is None):
-            raise Refused(
-                "The checkpoint is of a run with "
-                f"{'independent' if noise is None else 'correlated'} noise, and this "
-                "one has the other kind.",
-                parameter="noise",
-                remedy="Pass make_private the noise that the run began with.",
-            )
+        noise, noise_of = state.pop(CORRELATED, None), state.pop(_NOISE, None)
+        self._check_kind(noise)
         super().load_state_dict(state)
         if noise_of != self._noise_of:
             self.mix_noise()
@@ -334,8 +355,38 @@ class NoisyOptimizer(Base):
                 self.ledger.draw_afresh()
         else:  # Accelerate loads an optimizer's own state, and draws a batch ahead
             self.ahead += self.looks_ahead
-        if self.correlated is not None:
-            self.correlated.load_state_dict(noise)
+        self.load_noise(noise)
+
+    def load_noise(self, state: Optional[Mapping[str, Any]]) -> None:
+        """
+        Loads the state of correlated noise; None for independent noise, which has none.
+        Of the state of other processes it keeps what this one adds noise to.
+
+        Raises:
+            Refused: if only one of the two runs has correlated noise
+        """
+        self._check_kind(state)
+        if self.correlated is None or state is None:
+            return
+        groups = self.param_groups
+        shares = {self._share(p) for group in groups for p in group["params"]}
+        kept = {
+            key: {name: x for name, x in state[key].items() if name[0] in shares}
+            for key in ("past", "states")
+        }
+        self.correlated.load_state_dict({**state, **kept})
+
+    def _check_kind(self, state: Optional[Mapping[str, Any]]) -> None:
+        if (state is None) != (self.correlated is None):
+            raise Refused(
+                "The checkpoint is of a run with "
+                f"{'independent' if state is None else 'correlated'} noise, or leaves "
+                "the noise out, and this run has the other kind.",
+                parameter="noise",
+                remedy="Pass make_private the noise that the run began with. "
+                "torch.distributed.checkpoint takes optimizer.original_optimizer, and "
+                "each process what optimizer.correlated.state_dict() returns.",
+            )
 
 
 def on_this_process(tensors: List[torch.Tensor]) -> List[torch.Tensor]:

@@ -72,6 +72,8 @@ class ClippingOptimizer(NoisyOptimizer):
     run: Any = None  # its entry in ``runs``, set by make_private
     count: Any = None  # counts a step in accountant and ledger, set by make_private
     _step_hook: Any = None  # see step_hook
+    begun_epochs: Any = None  # of batches that are drawn at once: data/allocation.py
+    steps_taken = 0  # and counted
     #: The largest number of physical batches that are drawn before a step on the first.
     ahead = 0
     _unfinished: Optional[_Unfinished] = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Tuple
+from typing import TYPE_CHECKING, Any, Optional, Tuple
 
 import numpy as np
 from scipy.interpolate import make_interp_spline
@@ -18,6 +18,7 @@ from opacus_ext.refused import Refused
 
 if TYPE_CHECKING:
     from opacus_ext.data.sampling import Sampling
+    from opacus_ext.strategies import Strategy
 
 _WORK = 1.5 * 2.0**27  # of a grid: 4 seconds, where most take a fifth of it
 
@@ -158,14 +159,19 @@ def verified_noise(
     epsilon: float,
     delta: float,
     most: float = 1.05,
+    strategy: Optional[Strategy] = None,
 ) -> float:
-    """Returns the noise, raised by up to ``most`` to the accountant's upper bound."""
+    """
+    Returns the noise, raised by up to ``most`` to the accountant's upper bound.
+    ``strategy`` is that of correlated noise.
+    """
     factor, step = 1.0, 1e-3
     while factor <= most:
         accountant = Composition()
-        sampling.account(accountant, records, noise_multiplier * factor, int(steps))
+        noise = noise_multiplier * factor
+        sampling.account(accountant, records, noise, int(steps), strategy)
         if accountant.get_epsilon(delta) <= epsilon:
-            return noise_multiplier * factor
+            return noise
         factor, step = factor + step, 2 * step
     raise Refused(
         f"noise_multiplier={noise_multiplier:g} was calibrated for epsilon={epsilon:g},"

@@ -9,7 +9,13 @@ from typing import Any, NamedTuple, Optional, Tuple
 import numpy as np
 from numpy.typing import NDArray
 
-from opacus_ext.strategies.strategy import Filter, Strategy, check_whole, least
+from opacus_ext.strategies.strategy import (
+    Filter,
+    Strategy,
+    add_combined,
+    check_whole,
+    least,
+)
 
 _CLOSE = -30.0  # log of the least 1 - decay
 
@@ -60,6 +66,11 @@ class BufferedToeplitz(Strategy):
             check_whole("separation", self.separation)
 
     @property
+    def can_redraw(self) -> bool:
+        """False: the buffers would fade twice."""
+        return False
+
+    @property
     def parameters(self) -> Buffers:
         """Weights and decays of the buffers."""
         return _search(self)
@@ -75,11 +86,11 @@ class BufferedToeplitz(Strategy):
         the ring, as other strategies have them, would cancel to few digits.
         """
         weights, decays = self.parameters
-        flat = past.new_tensor(weights) @ past.reshape(len(past), -1)
-        row = z - flat.view(z.shape)
+        row = z.contiguous()
+        add_combined(row, past, weights, -1)
         shape = (-1, *[1] * z.dim())
         past.mul_(past.new_tensor(decays).view(shape)).add_(row)
-        return row * self.factor
+        return row.mul_(self.factor)
 
 
 @lru_cache(maxsize=64)

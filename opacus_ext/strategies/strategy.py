@@ -18,7 +18,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import lru_cache
 from numbers import Integral
-from typing import Any, Callable, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Callable, List, NamedTuple, Optional, Sequence, Tuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -111,6 +111,11 @@ class Strategy(ABC):
         return False
 
     @property
+    def can_redraw(self) -> bool:
+        """True if a row may be drawn once more after a step that has failed."""
+        return True
+
+    @property
     def factor(self) -> float:
         """What multiplies the filter, so that the first column of C has norm 1."""
         return _first_column(self)[1]
@@ -167,21 +172,21 @@ class Strategy(ABC):
             >>> f"{Banded(bands=1, steps=100).prefix_error():.3f}"
             '7.106'
         """
-        return math.sqrt(float(np.mean(self._variances())))
+        return math.sqrt(float(np.mean(self.errors() ** 2)))
 
     def last_error(self) -> float:
         """Returns the standard deviation of the noise in the last step's weights."""
-        return math.sqrt(float(self._variances()[-1]))
+        return float(self.errors()[-1])
 
-    def _variances(self) -> NDArray:
-        """Returns the variance of the noise in the weights after each step."""
+    def errors(self) -> NDArray:
+        """Returns the same after each step ``[steps]``."""
         left = lfilter(*self.filter, sums(self.steps, self.momentum))
-        return np.cumsum((self.factor * left) ** 2)
+        return np.sqrt(np.cumsum((self.factor * left) ** 2))
 
     def row(self, past: Any, z: Any, step: int) -> Any:
         """
         Returns this step's row of ``C^-1 Z``, of the shape of ``z``, and updates
-        ``past``.
+        ``past``. For the sake of time and memory ``z`` is overwritten.
 
         Args:
             past: tensor ``[memory, ...]``, zeros before the first step; or the last
@@ -191,25 +196,32 @@ class Strategy(ABC):
         """
         numerator, denominator = self.filter
         # A ring of the last rows of Z over the denominator.
-        inner = z
+        inner = z.contiguous()
         if len(denominator) > 1:
-            inner = z - _combined(past, denominator[1:], step)
+            add_combined(inner, past, _in_ring(denominator, len(past), step), -1)
         row = inner
         if len(numerator) > 1:
-            row = inner + _combined(past, numerator[1:], step)
+            row = inner.clone()
+            add_combined(row, past, _in_ring(numerator, len(past), step))
         if len(past):
             past[step % len(past)] = inner
-        return row * self.factor
+        return row.mul_(self.factor)
 
 
-def _combined(past: Any, weights: Sequence[float], step: int) -> Any:
-    """Returns the sum of the last rows of a ring, the latest with the first weight."""
-    size = len(past)
+def add_combined(
+    total: Any, tensors: Any, weights: Sequence[float], sign: int = 1
+) -> None:
+    """Adds the weighted sum of tensors ``[k, ...]``, times a sign, in place."""
+    matrix = tensors.view(len(tensors), -1).t()
+    total.view(-1).addmv_(matrix, tensors.new_tensor(weights), alpha=sign)
+
+
+def _in_ring(weights: Sequence[float], size: int, step: int) -> List[float]:
+    """Returns the weights of steps before, in the order of a ring of their rows."""
     ring = [0.0] * size
-    for i, weight in enumerate(weights):
+    for i, weight in enumerate(weights[1:]):
         ring[(step - 1 - i) % size] = weight
-    flat = past.new_tensor(ring) @ past.reshape(size, -1)
-    return flat.view(past.shape[1:])
+    return ring
 
 
 @lru_cache(maxsize=64)

@@ -9,10 +9,13 @@ from opacus_ext.clipping import CLIPPINGS
 from opacus_ext.data.sampling import plain_count
 from opacus_ext.engine import INDEPENDENT
 from opacus_ext.optimizers.adaptive import ADAPTIVE
-from opacus_ext.private_training import check_budget, check_random
+from opacus_ext.private_training import check_budget, check_noise, check_random
 from opacus_ext.refused import Refused, check_argument, check_number
 from opacus_ext.registry import MODES
 from opacus_ext.supported import Run, refuse
+
+#: Ways to draw batches, see PrivacyArguments.
+POISSON, ALLOCATION, BALLS_IN_BINS = "poisson", "allocation", "balls_in_bins"
 
 
 def _field(default: Any, text: str, **more: Any) -> Any:
@@ -31,6 +34,9 @@ class PrivacyArguments:
             is needed: without it PrivateTrainer ends in an error that offers one
         target_epsilon: the most that all steps spend; the noise is chosen for it
         noise_multiplier: instead of ``target_epsilon``
+        noise: "independent" from step to step; "banded", correlated noise for which the
+            number of bands is chosen (``target_epsilon`` must be given); or a strategy
+            of correlated noise, such as :class:`opacus_ext.optimizers.Banded`
         per_sample_max_grad_norm: the bound of each record's gradient; for
             ``clipping="per_layer"`` a list, in the order of the optimizer's parameters
         clipping: "flat", "automatic", "normalized", "per_layer", "adaptive" or one that
@@ -60,6 +66,9 @@ class PrivacyArguments:
             and noise without the traces of floating-point numbers; in one process
         public_records: a number of records that does not depend on the data, from which
             sampling rate and steps come: see ``make_private``
+        sampling: how batches are drawn: "poisson", each record with the same
+            probability; "allocation", each record in one batch of an epoch, drawn anew
+            each epoch; "balls_in_bins", each record in the same batch of all epochs
 
     Raises:
         Refused: for arguments that do not fit
@@ -92,6 +101,8 @@ class PrivacyArguments:
     repeat_noise: bool = _field(False, "of a run that goes on from a checkpoint")
     secure_mode: bool = _field(False, "random numbers of the operating system")
     public_records: Optional[int] = _field(None, "a number known without the data")
+    noise: str = _field(INDEPENDENT, "independent, or banded, which is correlated")
+    sampling: str = _field(POISSON, "poisson, allocation or balls_in_bins")
 
     def __post_init__(self) -> None:
         bound: Any = self.per_sample_max_grad_norm
@@ -113,7 +124,7 @@ class PrivacyArguments:
         if self.public_records is not None:
             check_number("public_records", self.public_records, whole=True)
         mode, clipping = self.grad_sample_mode, self.clipping
-        noise = "secure" if self.secure_mode else INDEPENDENT
+        noise = check_noise(self.noise, self.target_epsilon, self.secure_mode)
         refuse(Run("PrivateTrainer", mode=mode, clipping=clipping, noise=noise))
         fixed = {"privacy_seed": self.privacy_seed, "repeat_noise": self.repeat_noise}
         check_random(self.secure_mode, **fixed)
@@ -125,6 +136,7 @@ class PrivacyArguments:
             ("grad_sample_mode", MODES),
             ("accountant", ("prv_bounds", "prv", "rdp")),
             ("monitor", ("off", "private")),
+            ("sampling", (POISSON, ALLOCATION, BALLS_IN_BINS)),
         ):
             if getattr(self, name) not in choices:
                 raise Refused(

@@ -9,10 +9,12 @@ from typing import Any, Dict, Optional
 from transformers.trainer import TRAINER_STATE_NAME
 
 from opacus_ext import checkpoints
+from opacus_ext.accountants.mechanisms import from_json, to_json
 from opacus_ext.refused import Refused
 from opacus_ext.statement import SPENT
 
 PRIVACY_STATE = "privacy.pt"  # in a checkpoint's folder
+_NOISE = "noise_{}.pt"  # the same, of each process
 
 
 def write_state(folder: str, state: Dict[str, Any]) -> None:
@@ -31,7 +33,7 @@ def forget_state(folder: str) -> None:
 def write_spent(folder: str, spent: Dict[str, Any]) -> None:
     """Writes what weights have spent, for statements. It may be published."""
     with open(os.path.join(folder, SPENT), "w", encoding="utf-8") as file:
-        json.dump(spent, file, indent=2)
+        json.dump(to_json(spent), file, indent=2)
 
 
 def read_spent(folder: str) -> Dict[str, Any]:
@@ -40,7 +42,7 @@ def read_spent(folder: str) -> Dict[str, Any]:
     if not os.path.isfile(path):
         return {}
     with open(path, encoding="utf-8") as file:
-        return json.load(file)
+        return json.load(file, object_hook=from_json)
 
 
 def read_state(folder: str) -> Dict[str, Any]:
@@ -66,6 +68,26 @@ def read_state(folder: str) -> Dict[str, Any]:
             remedy="Give the checkpoint before it.",
         )
     return saved
+
+
+def write_noise(folder: str, process: int, state: Dict[str, Any]) -> None:
+    """Writes what the next steps of a process take back."""
+    os.makedirs(folder, exist_ok=True)  # process 0 may be late
+    checkpoints.write(os.path.join(folder, _NOISE.format(process)), state)
+
+
+def read_noise(folder: str, process: int) -> Dict[str, Any]:
+    """Reads what :func:`write_noise` wrote. Refuses a folder of fewer processes."""
+    path = os.path.join(folder, _NOISE.format(process))
+    if not os.path.isfile(path):
+        raise Refused(
+            f"{path} is missing: the checkpoint was written by fewer processes, or not "
+            "to a folder that all of them share, and correlated noise of a sharded "
+            "model belongs to shards.",
+            parameter="resume_from_checkpoint",
+            remedy="Go on with as many processes as before, whose folder they share.",
+        )
+    return checkpoints.read(path, "resume_from_checkpoint", map_location="cpu")
 
 
 def _step_of(folder: str) -> Optional[int]:

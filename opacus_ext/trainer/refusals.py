@@ -8,8 +8,10 @@ from torch.utils.data import IterableDataset
 from transformers import Trainer, TrainingArguments
 
 from opacus_ext.accountants.solver import default_delta
+from opacus_ext.data.choice import check_sampling
 from opacus_ext.data.copies import refuse_copies
 from opacus_ext.refused import Refused
+from opacus_ext.trainer.arguments import POISSON, PrivacyArguments
 from opacus_ext.trainer.sharded import refuse_config
 
 
@@ -157,6 +159,20 @@ def refuse_data(dataset: Any) -> None:
         )
     if dataset is not None:
         refuse_copies(dataset, "train_dataset")
+
+
+def refuse_sampling(sampling: Any, privacy: PrivacyArguments) -> None:
+    """Refuses what does not draw batches, and a second argument that says how."""
+    check_sampling(sampling, True)
+    given = {"sampling": privacy.sampling, "public_records": privacy.public_records}
+    for name, value in given.items():
+        if value not in (POISSON, None):
+            raise Refused(
+                f"PrivacyArguments({name}={value!r}) and sampling={sampling} both say "
+                "how batches are drawn.",
+                parameter=name,
+                remedy="Give one of the two.",
+            )
 
 
 def given_delta(delta: Optional[float], dataset: Optional[Sized]) -> float:

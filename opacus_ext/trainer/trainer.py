@@ -24,13 +24,14 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 from transformers.utils import find_labels
 
+from opacus_ext.data.allocation import BallsInBins, RandomAllocation
 from opacus_ext.data.choice import public_batches
 from opacus_ext.data.logical import (
     PhysicalBatch,
     derive_seed,
     logical_loader,
 )
-from opacus_ext.data.sampling import Poisson
+from opacus_ext.data.sampling import Poisson, Sampling
 from opacus_ext.data.users import unit_of
 from opacus_ext.engine import INDEPENDENT
 from opacus_ext.grad_sample.adapter.settings import settings_of
@@ -44,16 +45,28 @@ from opacus_ext.private_torch import (
     tree_map,
     tree_unflatten,
 )
-from opacus_ext.private_training import Basis, PrivateTraining, Same, upgraded
+from opacus_ext.private_training import (
+    Basis,
+    PrivateTraining,
+    Same,
+    check_noise,
+    upgraded,
+)
 from opacus_ext.refused import Refused, describe
 from opacus_ext.runs import add_before, spent_by
 from opacus_ext.statement import PrivacyStatement
 from opacus_ext.supported import Run, kind_of, refuse
-from opacus_ext.trainer.arguments import PrivacyArguments
+from opacus_ext.trainer.arguments import (
+    ALLOCATION,
+    BALLS_IN_BINS,
+    PrivacyArguments,
+)
 from opacus_ext.trainer.checkpoint import (
     forget_state,
+    read_noise,
     read_spent,
     read_state,
+    write_noise,
     write_spent,
     write_state,
 )
@@ -71,6 +84,7 @@ from opacus_ext.trainer.refusals import (
     refuse_data,
     refuse_environment,
     refuse_order,
+    refuse_sampling,
 )
 from opacus_ext.trainer.sharded import (
     adopt,
@@ -90,7 +104,8 @@ def _refuse_model(
     model: nn.Module, privacy: PrivacyArguments, processes: int = 1
 ) -> None:
     """Refuses a model that is not trained with these arguments."""
-    kind, noise = kind_of(model), "secure" if privacy.secure_mode else INDEPENDENT
+    kind = kind_of(model)
+    noise = check_noise(privacy.noise, privacy.target_epsilon, privacy.secure_mode)
     if processes > 1 and kind == "one process":
         kind = "DistributedDataParallel"
     mode, clipping = privacy.grad_sample_mode, privacy.clipping
@@ -109,7 +124,9 @@ class _NoiseLog(TrainerCallback):
             {
                 "noise_multiplier": optimizer.noise_multiplier,
                 "sample_rate": trainer.sampling.rate(len(trainer.train_dataset)),
-                "expected_batch_size": trainer.sampling.expected_batch_size,
+                "expected_batch_size": trainer.sampling.divisor(
+                    len(trainer.train_dataset)
+                ),
                 "max_steps": trainer.state.max_steps,
                 "secure_mode": trainer.privacy.secure_mode,
             }
@@ -147,7 +164,8 @@ class PrivateTrainer(Trainer):
     What weights have spent is saved beside them, in privacy.json, and
     ``create_model_card`` puts :meth:`privacy_statement` into the model card. A
     checkpoint has privacy.pt as well, with the random state of the noise: whoever has
-    it can subtract the noise, so do not publish it.
+    it can subtract the noise, so do not publish it. Of a sharded model with correlated
+    noise each process writes and reads a file of its own, noise_0.pt and so on.
 
     On several processes B is times their number, and each has its share of a logical
     batch. ``TrainingArguments(fsdp=True, fsdp_config={...})`` shards the model by
@@ -158,6 +176,8 @@ class PrivateTrainer(Trainer):
         args: of ``Trainer``. Of its TrainingArguments, ``max_grad_norm`` is off (its
             default, 1.0, counts as not given); what breaks privacy is refused
         privacy: the privacy of the run
+        sampling: how batches are drawn, of :mod:`opacus_ext.data`, in the place of
+            ``privacy.sampling``: its steps and sizes are those of the run
         kwargs: of ``Trainer``. A ``compute_loss_func`` gets the model's outputs and the
             labels of one record, in evaluation of a batch
 
@@ -191,7 +211,11 @@ class PrivateTrainer(Trainer):
         refuse_order(cls, PrivateTrainer)
 
     def __init__(
-        self, *args: Any, privacy: Optional[PrivacyArguments] = None, **kwargs: Any
+        self,
+        *args: Any,
+        privacy: Optional[PrivacyArguments] = None,
+        sampling: Optional[Sampling] = None,
+        **kwargs: Any,
     ):
         if not isinstance(privacy, PrivacyArguments):
             raise Refused(
@@ -201,6 +225,9 @@ class PrivateTrainer(Trainer):
                 remedy="Add privacy=PrivacyArguments(target_epsilon=8, "
                 "target_delta=1e-5), or what you need.",
             )
+        if sampling is not None:
+            refuse_sampling(sampling, privacy)
+        self._given_sampling = sampling
         for argument in (*args, *kwargs.values()):
             if isinstance(argument, TrainingArguments):
                 refuse_arguments(argument)
@@ -308,17 +335,31 @@ class PrivateTrainer(Trainer):
     @property
     def steps_per_epoch(self) -> int:
         """Records over the logical batch size, rounded up, as Trainer counts them."""
+        if self._given_sampling is not None:
+            return self._given_sampling.steps_per_epoch(len(self.train_dataset))
         records = self.privacy.public_records or len(self.train_dataset)
         return -(-records // self.logical_batch_size)
 
     @property
-    def sampling(self) -> Poisson:
-        """Each record with the probability B / N, or B / ``public_records``."""
-        if self.privacy.public_records is not None:
-            public = self.privacy.public_records
+    def sampling(self) -> Sampling:
+        """
+        How batches are drawn: as given, or as ``privacy.sampling`` says. By default
+        each record with the probability B / N, or B / ``public_records``; for
+        correlated noise from the parts of the data set in turn.
+        """
+        if self._training.sampling is not None:
+            return self._training.sampling
+        if self._given_sampling is not None:
+            return self._given_sampling
+        public, steps = self.privacy.public_records, self.steps_per_epoch
+        if self.privacy.sampling == ALLOCATION:
+            return RandomAllocation(steps=steps, public_records=public)
+        if self.privacy.sampling == BALLS_IN_BINS:
+            return BallsInBins(bins=steps, public_records=public)
+        if public is not None:
             return public_batches(public, self.logical_batch_size)
         size = min(self.logical_batch_size, len(self.train_dataset))
-        return Poisson(expected_batch_size=size, steps=self.steps_per_epoch)
+        return Poisson(expected_batch_size=size, steps=steps)
 
     def get_train_dataloader(self) -> DataLoader:
         """
@@ -369,19 +410,24 @@ class PrivateTrainer(Trainer):
         records = len(self.train_dataset)
         config = {**self._config, "max_steps": self.state.max_steps}
         done = 0 if training.saved is None else training.saved["step"]
-        noise = training.choose_noise(sampling, records, config, done)
+        loader: DataLoader = DataLoader(self.train_dataset)
+        noise, sampling = training.choose_strategy(
+            privacy.noise, sampling, loader, optimizer, config, done
+        )
+        multiplier = training.choose_noise(sampling, records, config, done, noise)
         self._set_training(self.model)  # from_pretrained leaves it in evaluation mode
         training.make_private(
             self.model,
             optimizer,
-            DataLoader(self.train_dataset),
-            noise,
+            loader,
+            multiplier,
             self.args.device,
+            sampling,
+            noise=noise,
             max_grad_norm=privacy.per_sample_max_grad_norm,
             clipping=privacy.clipping,
             target_unclipped_quantile=privacy.target_unclipped_quantile,
             grad_sample_mode=privacy.grad_sample_mode,
-            sampling=sampling,
         )
         self.optimizer = training.optimizer
         training.keep(self._basis)
@@ -397,7 +443,7 @@ class PrivateTrainer(Trainer):
         names = "per_device_train_batch_size gradient_accumulation_steps world_size"
         names += " max_steps seed"
         basis: Basis = {("args", name): getattr(args, name) for name in names.split()}
-        privacy = asdict(self.privacy)
+        privacy = {**asdict(self.privacy), "noise": str(self.privacy.noise)}
         for name in _LOGGED:
             del privacy[name]
         basis.update({("privacy", name): value for name, value in privacy.items()})
@@ -597,10 +643,14 @@ class PrivateTrainer(Trainer):
         loader, config = self.get_train_dataloader(), asdict(self.privacy)
         for name in ("privacy_seed", "repeat_noise", *_LOGGED):
             del config[name]
+        config["noise"] = str(self.privacy.noise)
         config["records"] = len(self.train_dataset)
         config["logical_batch_size"] = self.logical_batch_size
+        if self._given_sampling is not None:
+            config["sampling"] = repr(self._given_sampling)
         config["sample_rate"] = self.sampling.rate(config["records"])
-        if self.privacy.target_epsilon is not None:  # for so many it chose the noise
+        has_budget = self.privacy.target_epsilon is not None
+        if has_budget or self.privacy.noise != INDEPENDENT:  # chosen for so many
             values = self.set_initial_training_values(self.args, loader)
             config["max_steps"] = values[-1]
         return config
@@ -657,6 +707,9 @@ class PrivateTrainer(Trainer):
             state["monitor"] = self._monitor.state_dict()
         if self.args.should_save:
             write_state(output_dir, state)
+        noise = self._training.optimizer.correlated
+        if self._is_sharded and noise is not None:
+            write_noise(output_dir, self.args.process_index, noise.state_dict())
 
     def _if_sharded(self, change: Callable[[Any], Any]) -> Any:
         """Changes the optimizer within a context, if the model is sharded."""
@@ -667,6 +720,11 @@ class PrivateTrainer(Trainer):
     def _load_optimizer_and_scheduler(self, checkpoint: Optional[str]) -> None:
         with self._if_sharded(loads_whole):
             super()._load_optimizer_and_scheduler(checkpoint)
+        optimizer, noise = self._training.optimizer, self._training.optimizer.correlated
+        if checkpoint and self._is_sharded and noise is not None:
+            # optimizer.pt has that of process 0.
+            noise.load_state_dict(read_noise(checkpoint, self.args.process_index))
+            optimizer.check_rows(noise)
         if self.privacy.repeat_noise:
             self._training.repeat_noise()
 

@@ -135,7 +135,9 @@ def test_correlated_noise_is_that_of_its_matrix(mode):
     data = TensorDataset(torch.zeros(4 * BATCH, 40))
     given = {"noise": Banded(3, STEPS), "poisson_sampling": True, "dataset": data}
     private = Setting(mode, given).make()
-    c, noise = private.optimizer.correlated.strategy.coefficients(), Setting(mode).noise(private)
+    c, noise = private.optimizer.correlated.strategy.coefficients(), Setting(
+        mode
+    ).noise(private)
     check(
         {
             n: sum(ci * np.pad(x, ((i, 0), (0, 0)))[: len(x)] for i, ci in enumerate(c))

@@ -548,6 +548,15 @@ def test_the_script_plans_without_torch():
     assert used < 5
 
 
+def test_the_script_tells_which_noise_to_take_without_torch():
+    arguments = f"{PLAN} --noise --batch-size 100 --steps 2000 --json"
+    used, done = run_script(arguments, "-X", "importtime")
+    assert done.returncode == 0, done.stderr
+    assert strict(done.stdout)["recommended"]["prefix"] < 0.5
+    assert "numpy" in done.stderr and "torch" not in done.stderr
+    assert used < 5
+
+
 def test_the_script_is_what_is_installed():
     """It is one of pip's own scripts, which Windows runs, too."""
     settings = configparser.ConfigParser()

@@ -41,6 +41,9 @@ Each command tells more: opacus-ext plan --help""",
     opacus-ext plan --users 50k --epsilon 8 --delta 1e-6 --parameters 6.7B \\
         --trainable 4.2M --rank 8 --gpu a100 --hours 24 --price 2.5 \\
         --noise-free run.csv
+  which noise a run of yours should take, independent or correlated
+    opacus-ext plan --noise --users 50k --epsilon 8 --batch-size 50 --steps 5000 \\
+        --momentum 0.9 --parameters 10M --plot noise.svg
 
 The plan is the cheapest whose loss is within 1 % of the best one's. Numbers may be
 written as 50k, 1.5M, 2B, 1e6 or 50,000. Where "lists" is said several are separated by
@@ -151,8 +154,10 @@ OPTIONS = {
 --utilization          number >0 1      ; share of the peak that is used, or 0.3
 --price                number >0 1e9     ; of a device hour: tells what a run costs
 --trials               whole 2 1e4       ; tells the noise if the best of them is chosen
+--noise                flag              ; of one run: tells which noise to take
+--momentum             number 0 0.9999   ; of SGD, or Adam's first beta, for --noise
 --code=engine          {engine,trainer}  ; to print: of make_private or PrivateTrainer
---plot[FILE]           text              ; draws plans by compute (.png, .pdf, .svg)
+--plot[FILE]           text              ; draws plans, or --noise (.png, .pdf, .svg)
 """,
     "calibrate": _BUDGET
     + """
@@ -501,6 +506,7 @@ def _problems(args: argparse.Namespace) -> Iterator[str]:
             yield f"batch_size must be at most {examples}, all examples; got {least:g}"
     if args.command == "plan":
         yield from _problems_of_plan(args)
+        yield from _problems_of_noise(args)
     if args.command == "recommend":
         yield from _problems_of_recommend(args)
     files = ["measurements", "noise_free", "text", "items", "load"]
@@ -513,6 +519,18 @@ def _problems(args: argparse.Namespace) -> Iterator[str]:
     target = getattr(args, "target", None)
     if target and ":" not in target and not os.path.isdir(target):
         yield f"target {target!r} is neither a folder nor module:function"
+
+
+def _problems_of_noise(args: argparse.Namespace) -> Iterator[str]:
+    if not args.noise:
+        if args.momentum is not None:
+            yield "--momentum goes with --noise"
+        return
+    for name in ("users", "epsilon", "batch_size", "steps"):
+        if len(set(getattr(args, name) or ())) != 1:
+            yield f"--noise is of one run: give one --{name.replace('_', '-')}"
+    if args.sampling == "records" or args.amplification == "none":
+        yield "--noise is of Poisson samples of users"
 
 
 def _problems_of_plan(args: argparse.Namespace) -> Iterator[str]:

@@ -10,6 +10,7 @@ from typing import Any, Dict, List, Optional, Tuple
 
 from opacus_ext.planner.budget import Budget, HopelessError, default_delta
 from opacus_ext.planner.commands.fit import PRIVATE_LAWS, read_measurements
+from opacus_ext.planner.commands.noise import plan_noise
 from opacus_ext.planner.commands.output import print_result, show
 from opacus_ext.planner.cost import Device, ways
 from opacus_ext.planner.laws import LAWS
@@ -28,6 +29,8 @@ Row = Dict[str, Any]
 
 def plan(args: argparse.Namespace) -> int:
     """Plans each budget of a grid, of which not all may be hopeless."""
+    if args.noise:
+        return plan_noise(args)
     law, notes = _law(args)
     hopeless: List[HopelessError] = []
     plans: List[Plan] = []

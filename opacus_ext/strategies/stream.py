@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any, Callable, Dict, Hashable, List, Mapping, Optional
+from typing import (
+    Any,
+    Callable,
+    Collection,
+    Dict,
+    Hashable,
+    List,
+    Mapping,
+    Optional,
+    Tuple,
+)
 
 import numpy as np
 import torch
@@ -12,6 +22,9 @@ from opacus_ext import strategies
 from opacus_ext.refused import Refused
 from opacus_ext.strategies import Strategy
 
+#: Which share of some parameters a process has, and their places.
+Name = Tuple[Any, ...]
+
 
 class CorrelatedNoise:
     """
@@ -20,7 +33,7 @@ class CorrelatedNoise:
     A strategy computes a row from what was kept of the rows before, as many tensors of
     the size of the model, in float32 or wider, as its ``memory``; or from rows of ``Z``
     that are drawn again from the states of their generator, if it ``draws_again``. Of
-    several processes, that which adds the noise of a parameter keeps its rows.
+    several processes, that which adds noise to a share of a parameter keeps its rows.
 
     Args:
         strategy: C
@@ -34,8 +47,11 @@ class CorrelatedNoise:
         self.counted = 0  # rounds of ``separation`` steps, by the accountant
         self.noise_multiplier: Optional[float] = None  # of the run, from its first step
         self.trained: Optional[List[int]] = None  # the same
-        self._past: Dict[Hashable, torch.Tensor] = {}  # [memory, ...]
-        self._states: Dict[Hashable, torch.Tensor] = {}  # of generators
+        #: The bins of records, where they are drawn once for the run.
+        self.allocation: Optional[torch.Tensor] = None
+        self._drawing = False  # True if a step's noise is drawn, or was in part
+        self._past: Dict[Name, torch.Tensor] = {}  # [memory, ...]
+        self._states: Dict[Name, torch.Tensor] = {}  # of generators
 
     @property
     def is_amplified(self) -> bool:
@@ -44,7 +60,7 @@ class CorrelatedNoise:
 
     def __call__(
         self,
-        name: Hashable,
+        name: Name,
         draw: Callable[[torch.Generator], torch.Tensor],
         generator: torch.Generator,
     ) -> torch.Tensor:
@@ -52,7 +68,7 @@ class CorrelatedNoise:
         The row for some parameters at this step.
 
         Args:
-            name: of the parameters
+            name: of the parameters: which share of them, and their places
             draw: draws independent noise of std 1
             generator: to draw from
 
@@ -72,17 +88,19 @@ class CorrelatedNoise:
             self._states[name] = state
         return row
 
-    def _kept(self, name: Hashable, z: torch.Tensor) -> torch.Tensor:
+    def _kept(self, name: Name, z: torch.Tensor) -> torch.Tensor:
         """Returns what was kept of the rows before, which the strategy updates."""
         if name not in self._past:
             if self.strategy.memory:
                 self._refuse_missing()
             self._past[name] = z.new_zeros(self.strategy.memory, *z.shape)
+        elif self._past[name].device != z.device:  # a checkpoint's
+            self._past[name] = self._past[name].to(z.device)
         return self._past[name]
 
     def _drawn_again(
         self,
-        name: Hashable,
+        name: Name,
         draw: Callable[[torch.Generator], torch.Tensor],
         z: torch.Tensor,
     ) -> torch.Tensor:
@@ -93,14 +111,30 @@ class CorrelatedNoise:
         generator = torch.Generator(z.device).set_state(self._states[name])
         return draw(generator).to(z.dtype)[None]
 
+    def check_shares(self, shares: Collection[Hashable]) -> None:
+        """
+        Checks that what the next step takes back is there, before the step begins.
+
+        Args:
+            shares: to which this process adds noise
+
+        Raises:
+            Refused: if the checkpoint was of other shares
+        """
+        kept = self._states if self.strategy.draws_again else self._past
+        if not {share for share, *_ in kept}.issuperset(shares):
+            self._refuse_missing()
+
     def _refuse_missing(self) -> None:
         if self.taken:
             raise Refused(
                 f"There is no noise of {self.taken} steps before to take back: the "
-                "checkpoint is of a process that did not add it.",
+                "checkpoint is of a process that did not add it, or that had another "
+                "share of the model.",
                 parameter="noise",
-                remedy="Load that of process 0, or with experts spread over "
-                "processes that of each its own.",
+                remedy="With DistributedDataParallel load that of process 0. With "
+                "fully_shard, or experts that are spread, take as many processes as "
+                "before, and load in each what it has saved.",
             )
 
     def begin(self, noise_multiplier: float, trained: List[int]) -> None:
@@ -112,9 +146,17 @@ class CorrelatedNoise:
             trained: the places of the parameters with gradients
 
         Raises:
-            Refused: if they are others than at the first step, and for more steps than
-                the sensitivity was computed for
+            Refused: if they are others than at the first step, for more steps than the
+                sensitivity was computed for, and after a step whose noise was drawn in
+                part, if what is kept of it can't be put right
         """
+        if self._drawing and not self.strategy.can_redraw:
+            raise Refused(
+                "A step before this one has failed while its noise was drawn, and what "
+                "this one would take back is not known.",
+                parameter="noise",
+                remedy="Go on from the last checkpoint.",
+            )
         if self.taken >= self.strategy.steps and not self.is_amplified:
             raise Refused(
                 f"{self.strategy} is planned for {self.strategy.steps} steps, which "
@@ -139,6 +181,12 @@ class CorrelatedNoise:
                 'noise="independent".',
             )
         self.noise_multiplier, self.trained = noise_multiplier, trained
+        self._drawing = True
+
+    def end(self) -> None:
+        """Counts a step whose noise was drawn."""
+        self._drawing = False
+        self.taken += 1
 
     @property
     def std(self) -> float:
@@ -150,13 +198,30 @@ class CorrelatedNoise:
 
     def state_dict(self) -> Dict[str, Any]:
         """To go on with; whoever has it can take noise off the gradients."""
-        names = ("taken", "counted", "noise_multiplier", "trained", "separation")
+        names = (
+            "taken",
+            "counted",
+            "noise_multiplier",
+            "trained",
+            "separation",
+            "allocation",
+        )
         kept = {name: getattr(self, name) for name in names}
         plan = {"strategy": type(self.strategy).__name__, **vars(self.strategy)}
         return {"plan": plan, **kept, "past": self._past, "states": self._states}
 
+    def go_back(self) -> None:
+        """
+        Called when a checkpoint is loaded that takes the accountant back, too: nothing
+        of the steps since then is kept.
+        """
+        self.taken = 0
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """
+        Loads what :meth:`state_dict` returned. If steps were taken since, which the
+        accountant keeps, those before count once more: a record has them in two runs.
+
         Raises:
             Refused: for that of a run with another strategy, or other parts of the data
         """
@@ -170,7 +235,10 @@ class CorrelatedNoise:
                 parameter="noise",
                 remedy="Go on with what the run began with.",
             )
+        goes_back = self.taken > state["taken"]
         self.taken, self.noise_multiplier = state["taken"], state["noise_multiplier"]
-        self.trained, self.counted = state["trained"], state["counted"]
+        self.trained, self._drawing = state["trained"], False
+        self.counted = 0 if goes_back else state["counted"]
+        self.allocation = state["allocation"]
         self._past = {name: x.clone() for name, x in state["past"].items()}
         self._states = {name: x.cpu().clone() for name, x in state["states"].items()}
