@@ -174,6 +174,7 @@ def test_bins_of_a_run_are_one_draw():
     assert same > epsilon(allocation(2.0, 20, 4))
 
 
+@pytest.mark.thorough
 def test_cut_and_fixed_batches():
     """With room enough nothing is cut; without any, a step counts twice the bound."""
     rate, steps = 0.01, 200
@@ -517,6 +518,7 @@ def test_an_accountant_that_does_not_know_them_says_so():
     assert run.engine.get_epsilon(1e-3) == plain.get_epsilon(1e-3)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "sampling, accountant",
     [

@@ -111,6 +111,7 @@ def test_memory_in_words():
     ]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("more", ["--epsilon 1 --batch-size 500", "--momentum 0.9", ""])
 def test_its_code_trains_within_epsilon(more, capsys):
     assert main(f"{ARGS} {more}".split()) == 0
@@ -172,6 +173,7 @@ def test_bad_arguments(args, message, capsys):
     assert stopped.value.code == 2 and message in capsys.readouterr().err
 
 
+@pytest.mark.thorough
 def test_plot(tmp_path, capsys):
     pytest.importorskip("matplotlib")
     path = tmp_path / "noise.svg"
