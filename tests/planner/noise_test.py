@@ -135,6 +135,7 @@ def test_its_code_trains_within_epsilon(more, capsys):
 
 
 @pytest.mark.parametrize("more", ["--batch-size 500 --epsilon 1", ""])
+@pytest.mark.thorough
 def test_its_code_for_the_trainer(more, capsys):
     assert main(f"{ARGS} {more} --code trainer".split()) == 0
     out = capsys.readouterr().out
