@@ -68,10 +68,23 @@ class Ledger:
         self._made += [weakref.ref(x) for x in parts if draws_numbers(x)]
         earlier = difference(accountant.history, self.history)
         self.history += earlier
-        if any(is_drawn(noise, rate) for noise, rate, _ in earlier):
+        # Rounds of noise that is not banded read as releases.
+        correlated = any(getattr(x, "correlated", None) is not None for x in parts)
+        drawn = any(is_drawn(noise, rate) for noise, rate, _ in earlier)
+        if drawn or correlated and earlier:
             self.draw_afresh()
         elif self.goes_on:
             draw_afresh(parts)
+
+    def go_back(self, *others: Any) -> None:
+        """
+        Called before a checkpoint is loaded, with optimizers that the engine may not
+        have made: correlated noise of theirs goes back with the accountant.
+        """
+        for part in (*others, *(made() for made in self._made)):
+            noise = getattr(part, "correlated", None)
+            if noise is not None:
+                noise.go_back()
 
     def go_on(self, history: Iterable[Any]) -> None:
         """

@@ -452,6 +452,9 @@ class PrivateTraining:
 
         def record(trial: IAccountant, noise_multiplier: float) -> None:
             steps = config["max_steps"] - done
+            if sampling.allocates:  # an epoch that is under way counts once more
+                assert sampling.steps is not None
+                steps += done % sampling.steps
             strategy = noise if isinstance(noise, Strategy) else None
             sampling.account(trial, records, noise_multiplier, steps, strategy)
 

@@ -45,6 +45,8 @@ class CorrelatedNoise:
         self.strategy, self.separation = strategy, separation
         self.taken = 0  # steps
         self.counted = 0  # rounds of ``separation`` steps, by the accountant
+        self.branches = 0  # how often it went back to steps that stay counted
+        self._furthest = 0  # the most steps of which the accountant knows
         self.noise_multiplier: Optional[float] = None  # of the run, from its first step
         self.trained: Optional[List[int]] = None  # the same
         #: The bins of records, where they are drawn once for the run.
@@ -157,7 +159,8 @@ class CorrelatedNoise:
                 parameter="noise",
                 remedy="Go on from the last checkpoint.",
             )
-        if self.taken >= self.strategy.steps and not self.is_amplified:
+        may_go_on = self.is_amplified and self.strategy.is_banded
+        if self.taken >= self.strategy.steps and not may_go_on:
             raise Refused(
                 f"{self.strategy} is planned for {self.strategy.steps} steps, which "
                 "were taken: epsilon is not known for more.",
@@ -187,6 +190,7 @@ class CorrelatedNoise:
         """Counts a step whose noise was drawn."""
         self._drawing = False
         self.taken += 1
+        self._furthest = max(self._furthest, self.taken)
 
     @property
     def std(self) -> float:
@@ -201,6 +205,7 @@ class CorrelatedNoise:
         names = (
             "taken",
             "counted",
+            "branches",
             "noise_multiplier",
             "trained",
             "separation",
@@ -212,10 +217,10 @@ class CorrelatedNoise:
 
     def go_back(self) -> None:
         """
-        Called when a checkpoint is loaded that takes the accountant back, too: nothing
-        of the steps since then is kept.
+        Called before a checkpoint is loaded that takes the accountant back. If no state
+        of this noise follows, its steps so far are counted anew with the next one.
         """
-        self.taken = 0
+        self.counted = self._furthest = 0
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """
@@ -235,10 +240,12 @@ class CorrelatedNoise:
                 parameter="noise",
                 remedy="Go on with what the run began with.",
             )
-        goes_back = self.taken > state["taken"]
+        goes_back = self._furthest > state["taken"]
         self.taken, self.noise_multiplier = state["taken"], state["noise_multiplier"]
         self.trained, self._drawing = state["trained"], False
+        self._furthest = max(self._furthest, self.taken)
         self.counted = 0 if goes_back else state["counted"]
+        self.branches = max(self.branches, state.get("branches", 0)) + goes_back
         self.allocation = state["allocation"]
         self._past = {name: x.clone() for name, x in state["past"].items()}
         self._states = {name: x.cpu().clone() for name, x in state["states"].items()}
