@@ -346,7 +346,7 @@ class CyclicPoisson(Poisson):
         rate = self.bands * self.rate(records)
         return 1.0 if rate > 1 - 1e-9 else rate
 
-    def _count(self, accountant: IAccountant, records: int, optimizer: Any) -> None:
+    def _record(self, accountant: IAccountant, records: int, optimizer: Any) -> None:
         if getattr(optimizer, "correlated", None) is None:
             raise Refused(
                 f"The batches are drawn for correlated noise, from {self.bands} parts.",
@@ -395,9 +395,8 @@ def count_rounds(
 ) -> None:
     """Records the round that the step of an optimizer has begun, if it has."""
     noise, multiplier = optimizer.correlated, float(optimizer.noise_multiplier)
-    # A step that failed after its noise was drawn has begun a round, too.
     begun, known = -(-noise.taken // sampling.separation), noise.counted
     if begun > known:
         run = records, multiplier, begun, noise.strategy, known
-        account_rounds(sampling, accountant, *run)
-        noise.counted = begun
+        record_whole(accountant, lambda: account_rounds(sampling, accountant, *run))
+        noise.counted = begun  # after that: an interrupt leaves no round uncounted
