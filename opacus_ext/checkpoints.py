@@ -163,6 +163,7 @@ def load_checkpoint(
     module.load_state_dict(weights, **(module_load_dict_kwargs or {}))
     ledger = ledger_of(self)
     ledger.repeats = repeat_noise
+    ledger.forget_rounds()
     given = _others(optimizer, noise_scheduler, grad_clip_scheduler)
     for name, other in given.items():
         state = content.pop(name, {})
