@@ -192,7 +192,8 @@ def watch_loader(
     """
     batches: Any = loader.batch_sampler
     drawn_by = getattr(batches, "sampling", None)
-    allocates = drawn_by is not None and drawn_by.allocates
+    # A record's draws by others than Poisson sampling depend on each other.
+    allocates = getattr(drawn_by, "allocates", False) or hasattr(drawn_by, "separation")
     counter = DrawCounter(optimizer, _rate_of(batches), allocates)
     optimizer.draws = passes.counter = counter
     given = loader.collate_fn, loader.dataset, inputs, counter, inputs.mixing.key

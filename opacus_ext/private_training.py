@@ -274,6 +274,8 @@ class PrivateTraining:
             sampling=sampling,
             **kwargs,
         )
+        if self.saved is not None and self.optimizer.correlated is not None:
+            self.optimizer.correlated.go_back()
         self.sampling = sampling
         runs_of(self.engine)[-1]["target_delta"] = self.target_delta
         if self.saved is not None and self.optimizer.adaptive is not None:

@@ -86,10 +86,8 @@ class _Allocating(Poisson):
         return self.batch(self.allocate(records, generator), step)
 
     def _record(self, accountant: Any, records: int, optimizer: Any) -> None:
-        if getattr(optimizer, "correlated", None) is not None:
-            super()._record(accountant, records, optimizer)
-        else:  # An interrupt after the entry was added must not take it out again.
-            self._count(accountant, records, optimizer)
+        # An interrupt after the entry was added must not take it out again.
+        self._count(accountant, records, optimizer)
 
     def _count(self, accountant: Any, records: int, optimizer: Any) -> None:
         """

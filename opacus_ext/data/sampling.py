@@ -353,7 +353,7 @@ class CyclicPoisson(Poisson):
         rate = self.bands * self.rate(records)
         return 1.0 if rate > 1 - 1e-9 else rate
 
-    def _count(self, accountant: IAccountant, records: int, optimizer: Any) -> None:
+    def _record(self, accountant: IAccountant, records: int, optimizer: Any) -> None:
         if getattr(optimizer, "correlated", None) is None:
             raise Refused(
                 f"The batches are drawn for correlated noise, from {self.bands} parts.",
@@ -413,16 +413,20 @@ def count_rounds(
 ) -> None:
     """Records the round that the step of an optimizer has begun, if it has."""
     noise, multiplier = optimizer.correlated, float(optimizer.noise_multiplier)
-    # A step that failed after its noise was drawn has begun a round, too.
     begun, known = -(-noise.taken // sampling.separation), noise.counted
     if begun > known:
         run = records, multiplier, begun, noise.strategy, known
-        account_rounds(sampling, accountant, *run)
-        if noise.branches and not known and not sampling.allocates:
-            # A record of the last steps before a branch is in the noise of all branches
-            # by one draw, which is less private than a draw for each.
-            less = multiplier / math.sqrt(1 + noise.branches)
-            kind = sampling.kind_of_round(less, records, noise.strategy)
-            if kind is not None:
-                _account(accountant, *kind, 1)
-        noise.counted = begun
+
+        def record() -> None:
+            """Adds the rounds, and what earlier ones add to noise of several runs."""
+            account_rounds(sampling, accountant, *run)
+            if noise.branches and not known and not sampling.allocates:
+                # A record of the last steps before a branch is in the noise of all
+                # branches by one draw, which is less private than a draw for each.
+                less = multiplier / math.sqrt(1 + noise.branches)
+                kind = sampling.kind_of_round(less, records, noise.strategy)
+                if kind is not None:
+                    _account(accountant, *kind, 1)
+
+        record_whole(accountant, record)
+        noise.counted = begun  # after that: an interrupt leaves no round uncounted

@@ -62,8 +62,8 @@ class DrawCounter:
         optimizer: that steps on them
         rate: probability with which a record is drawn; None if it is not known, so that
             steps are accounted for as they are
-        allocates: True if the batches of an epoch are drawn at once, and accounted for
-            at its first step
+        allocates: True if a record's draws depend on each other, so that steps on them
+            are accounted for together: as those of an epoch that is drawn at once
     """
 
     def __init__(

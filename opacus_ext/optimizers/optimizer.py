@@ -207,8 +207,13 @@ class ClippingOptimizer(NoisyOptimizer):
             [*self._step_skip_queue], self._is_last_step_skipped
         )
         self._divides = True
+        taken = 0 if self.correlated is None else self.correlated.taken
         try:
             goes_on = super().pre_step(closure)
+        except BaseException:
+            if self.correlated is not None:
+                self.correlated.take_back(taken)
+            raise
         finally:
             self._divides = False
         self._note_noise(noise_state)
@@ -270,7 +275,8 @@ class ClippingOptimizer(NoisyOptimizer):
         Finds out how this step is accounted for.
 
         Raises:
-            Refused: if correlated noise is to be added to a draw that has come back
+            Refused: if correlated noise is to be added to a draw that has come back,
+                or of another loader
         """
         self.spent = None
         if self.draws is None or self._check_skip_next_step(pop_next=False):
@@ -281,11 +287,12 @@ class ClippingOptimizer(NoisyOptimizer):
         spent = self.spent = self.draws.look(draws)
         if spent and spent.rate is not None and self.correlated is not None:
             raise Refused(
-                "A draw that a step was taken on has come back, and correlated noise "
-                "is accounted for records that are not drawn again so soon.",
+                f"{spent.reason} Correlated noise is accounted for records that are "
+                "not drawn again so soon.",
                 parameter="noise",
-                remedy="Step once on each batch of the loader: leave itertools.cycle "
-                'and lists of batches out, or take noise="independent".',
+                remedy="Step once on each batch of the loader: leave itertools.cycle, "
+                "lists of batches and other loaders out, or take "
+                'noise="independent".',
             )
 
     def _spend_draws(self, goes_on: bool) -> None:
