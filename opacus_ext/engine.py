@@ -389,6 +389,7 @@ class PrivacyEngine(opacus.PrivacyEngine):
         delta = float(delta)  # of numpy's, or a fraction
         missing = ledger_of(self).missing(self.accountant.history)
         accountant = in_place_of(with_steps(self.accountant, missing))
+        refuse_mixed(accountant.history)  # Opacus's accountants know no relations
         if any(noise == 0 for noise, *_ in accountant.history):
             return math.inf  # some accountants raise an error
         epsilon = accountant.get_epsilon(delta) if len(accountant) else 0.0

@@ -512,6 +512,26 @@ def test_a_batch_that_comes_back_counts_as_all_records():
     assert run.engine.privacy_statement(1e-3).content["holds"] == "no"
 
 
+@pytest.mark.parametrize("accountant", ["prv_bounds", "prv", "rdp"])
+def test_a_release_beside_batches_of_fixed_size(accountant):
+    run = Run(FixedSize(batch_size=6), accountant)
+    run.epoch(most=2)
+    assert run.engine.get_epsilon(1e-3) > 0
+    run.engine.accountant.step(noise_multiplier=2.0, sample_rate=1.0)
+    with pytest.raises(Refused, match="can't be composed"):
+        run.engine.get_epsilon(1e-3)
+
+
+def test_a_statement_does_not_tell_a_private_number_of_records():
+    run = Run(
+        TruncatedPoisson(expected_batch_size=5, max_batch_size=27, public_records=26)
+    )
+    run.epoch()
+    statement = run.engine.privacy_statement(1e-3)
+    assert '"max_batch_size": 27' in statement.json()
+    assert f": {RECORDS}" not in statement.json()
+
+
 OTHERS = [
     (FixedSize(batch_size=6), Fixed(1.0, 1.0)),
     (TruncatedPoisson(sample_rate=0.2, max_batch_size=6), 0.5),

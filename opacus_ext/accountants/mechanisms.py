@@ -178,6 +178,12 @@ class Truncated(Mechanism):
         )
         return [Step(profiles.mixture(once, twice, cut), count)]
 
+    def describe(self, count: int) -> Dict[str, Any]:
+        """Returns all but the number of records, which may be private."""
+        described = super().describe(count)
+        del described["records"]
+        return described
+
     def lower(self) -> Tuple[float, float]:
         # A record that alone has a gradient, by the probability that it is kept.
         from scipy.stats import binom
