@@ -242,7 +242,7 @@ def watch_loader(
     def begin(self: Any) -> Iterator[List[int]]:
         # Splits ask for a batch, and not for each of its parts.
         is_split = vars(self).pop("is_split", False)
-        counter.begin(0 if is_split else ahead)
+        counter.begin(0 if is_split else ahead, getattr(batches, "ahead", 0))
         return Counted(batches_of(self, is_split), own(), counter)
 
     # The sampler before lives on in it, as a ledger may know it.

@@ -297,7 +297,8 @@ class PrivateTraining:
         sampler, steps = self.sampler, self.sampler.sampling.steps
         if self.engine.secure_mode:  # each is drawn once, also after a checkpoint
             return Begun(lambda: sampler.begun)
-        begun = Begun(lambda: -(-self.draw // steps))
+        # An earlier run of Lightning's callback has counted its own.
+        begun = Begun(lambda: -(-self.draw // steps), self.draw // steps)
         if self.saved is not None:
             begun.recorded = -(-self.saved["draw"] // steps)
             begun.noise_multiplier = self.saved["noise_multiplier"]

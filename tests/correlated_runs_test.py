@@ -30,19 +30,19 @@ LAMBDA = LambdaCGD(40, correlation=0.8)
 class Private:
     """A model, its optimizer and its loader, of which steps take the batches."""
 
-    def __init__(self, noise, engine=None, sampling=PARTS):
+    def __init__(self, noise, engine=None, sampling=PARTS, workers=0):
         self.engine = engine or PrivacyEngine()
         model, data = nn.Linear(3, 1), TensorDataset(torch.ones(40, 3))
         self.model, self.optimizer, self.loader = self.engine.make_private(
             module=model,
             optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-            data_loader=DataLoader(data, batch_size=8),
+            data_loader=DataLoader(data, batch_size=8, num_workers=workers),
             noise_multiplier=1.0,
             max_grad_norm=1.0,
             sampling=None if noise == "independent" else sampling,
             noise=noise,
         )
-        self.batches = iter(self.loader)
+        self.batches = iter(())
 
     @property
     def noise(self):
@@ -157,6 +157,15 @@ def test_batches_of_another_loader_are_refused(noise, drawn):
         run.step(other.next())
 
 
+def test_a_batch_that_is_left_out_is_refused_though_workers_draw_ahead():
+    run = Private(BANDED, workers=2)
+    with pytest.raises(Refused, match="1 batches that the loop has taken had no step"):
+        for number, (x,) in enumerate(run.loader):
+            if number != 2:
+                run.step(x)
+    assert run.noise.taken == 2
+
+
 def test_independent_noise_on_draws_from_parts_counts_as_on_all_records():
     run, other = Private("independent"), Private(BANDED)
     run.next()
@@ -211,6 +220,14 @@ def test_processes_that_have_taken_other_steps_are_refused(monkeypatch):
     monkeypatch.setattr("torch.distributed.broadcast_object_list", of_process_0)
     with pytest.raises(Refused, match="after 0 steps.*after 7. .*a checkpoint in all"):
         next(iter(draws))
+
+
+def test_a_statement_of_steps_on_all_records_tells_of_the_noise():
+    run = Private(LAMBDA, sampling=CyclicPoisson(bands=1, expected_batch_size=8))
+    run.train(2)
+    text = run.engine.privacy_statement(1e-3).text
+    assert "After 2 steps" in text and "noise that is correlated over all" in text
+    assert "draw from all of the data. What is counted are single steps, each" in text
 
 
 @dataclass(frozen=True)

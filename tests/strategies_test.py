@@ -367,7 +367,11 @@ def test_balls_in_bins(strategy, left):
     assert sum(map(len, drawn[:4])) == 60
     history = engine.accountant.history
     if left is not None:
-        assert history == [(Binned(1.0, left), 1.0, 3)]
+        assert history == [(Binned(1.0, left) if left > 1 else 1.0, 1.0, 3)]
+        bands = 4 // left  # in each, two of one bin are so many steps apart
+        text = engine.privacy_statement(1e-3).text
+        assert f"After {3 * left} rounds of {bands} steps" in text
+        assert f"noise of {bands} steps in a row" in text and "one of 4 batches" in text
         return
     square = sum(steps / noise**2 for noise, _, steps in history)
     expected = strategy.sensitivity(Participation(4, 3))

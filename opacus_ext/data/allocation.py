@@ -237,12 +237,21 @@ class BallsInBins(_Allocating):
         is an allocation to as many bins as are left. By joint convexity it is a bound.
         """
         assert strategy is not None
-        wide = range(strategy.span, self.bins + 1)
-        known = next((b for b in wide if self.bins % b == 0), None)
-        if known is None:
+        if strategy.span > self.bins:
             return None
+        known = self.steps_of_round(strategy)
+        if known == self.bins:
+            return noise_multiplier, 1.0
         kind = Binned(noise_multiplier, self.bins // known)
         return kind, kind.rate
+
+    def steps_of_round(self, strategy: Strategy) -> int:
+        """
+        Returns the number of steps that a statement tells as one: the least that
+        divides the number of bins and is not less than the number of bands.
+        """
+        wide = range(strategy.span, self.bins)
+        return next((b for b in wide if self.bins % b == 0), self.bins)
 
     def account(
         self,

@@ -325,6 +325,10 @@ class CyclicPoisson(Poisson):
         """The least number of steps between two of one record."""
         return self.bands
 
+    def steps_of_round(self, strategy: Strategy) -> int:
+        """Returns the number of steps that a statement tells as one."""
+        return self.bands
+
     def kind_of_round(
         self, noise_multiplier: float, records: int, strategy: Optional[Strategy]
     ) -> Optional[Tuple[float, float]]:

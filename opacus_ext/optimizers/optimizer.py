@@ -276,11 +276,20 @@ class ClippingOptimizer(NoisyOptimizer):
 
         Raises:
             Refused: if correlated noise is to be added to a draw that has come back,
-                or of another loader
+                of another loader, or after one that was left out
         """
         self.spent = None
         if self.draws is None or self._check_skip_next_step(pop_next=False):
             return
+        if self.correlated is not None and self.draws.left:
+            raise Refused(
+                f"{self.draws.left} batches that the loop has taken had no step, so "
+                "that records would be drawn again sooner than correlated noise is "
+                "accounted for.",
+                parameter="noise",
+                remedy="Call optimizer.step() once for each batch of the loader, also "
+                'for an empty one, or use noise="independent".',
+            )
         draws = self._passes.draws()
         if self.draws.is_first_without(draws):
             warn_once(self, NOT_TAKEN, NOT_TAKEN)
