@@ -120,6 +120,8 @@ def test_scaled_sums(size, length, kind, branches):
         ({"weight": 2.0}, "a tensor or a tuple"),
         ({"weight": ()}, "shapes"),
         ({"weight": (torch.ones(2), torch.full((3,), math.inf))}, "positive"),
+        ({"weight": (-torch.ones(2), -torch.ones(3))}, "positive"),
+        ({"weight": (torch.full((2,), 1e-20), torch.full((3,), 1e-20))}, "overflows"),
     ],
 )
 def test_scales_that_do_not_fit(scale, words):
@@ -175,6 +177,64 @@ def step(run, batch):
 
 def weights(model):
     return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+class Scaling(torch.optim.SGD):
+    """An optimizer of a user, with the scales that ``scales_of`` makes."""
+
+    def __init__(self, params, scales_of, lr=0.0):
+        super().__init__(params, lr=lr)
+        self.scales_of = scales_of
+
+    def gradient_scales(self):
+        return self.scales_of(self.param_groups[0]["params"])
+
+
+@pytest.mark.parametrize(
+    "scales_of, words",
+    [
+        (lambda params: None, "no dict"),
+        (lambda params: {"head.weight": torch.ones(7, 6)}, "no dict"),
+        (lambda params: {p: (torch.ones(1),) for p in params if p.dim()}, "shapes"),
+        (lambda params: {p: 2.0 for p in params}, "a tensor or a tuple of tensors"),
+    ],
+)
+def test_own_scales_that_do_not_fit(scales_of, words):
+    model = nn.Embedding(7, 6)
+    run = private(model, Scaling(model.parameters(), scales_of))
+    _, called, optimizer, criterion, loader = run
+    with pytest.raises(Refused, match=words):
+        criterion(called(next(iter(loader))[0]).square().sum((1, 2))).backward()
+
+
+def test_a_monitor_takes_the_scales_into_account():
+    """To divide by 0.01 and clip at C is to clip at C / 100."""
+    found = []
+    for scale, bound in ((1.0, 0.5), (0.01, 50.0)):
+        torch.manual_seed(1)
+        model = nn.Embedding(7, 6)
+
+        def scales_of(params, scale=scale):
+            return {p: torch.full_like(p, scale) for p in params}
+
+        optimizer = Scaling(model.parameters(), scales_of)
+        run = private(model, optimizer, max_grad_norm=bound, noise_multiplier=0.1)
+        engine, called, optimizer, criterion, loader = run
+        monitor = opacus_ext.Monitor(engine, optimizer)
+        for (batch,) in loader:
+            optimizer.zero_grad()
+            criterion(called(batch).square().sum((1, 2))).backward()
+            optimizer.step()
+        found.append(monitor.read()["noise_to_signal"])
+    assert found[0] == pytest.approx(found[1], rel=1e-3) and found[0] < 1
+
+
+def test_an_attribute_of_the_instance_counts():
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.noise_variance = None
+    with pytest.raises(Refused, match="no_op"):
+        private(model, optimizer, mode="no_op")
 
 
 @pytest.mark.parametrize("mode", MODES)
