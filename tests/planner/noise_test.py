@@ -150,6 +150,10 @@ def test_for_programs(capsys):
         (ARGS.replace("--epsilon 4", "--epsilon 1,4"), "give one --epsilon"),
         (f"{ARGS} --sampling records", "Poisson samples of users"),
         ("plan --users 99 --epsilon 1 --momentum 0.5", "goes with --noise"),
+        (ARGS + " --trials 10", "--trials goes without --noise"),
+        (ARGS + " --gpu h100 --hours 2", "--gpu goes without --noise"),
+        (ARGS + " --flops 1e18", "--flops goes without --noise"),
+        (ARGS + " --code trainer", "leave --code out"),
     ],
 )
 def test_bad_arguments(args, message, capsys):

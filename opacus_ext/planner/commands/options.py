@@ -521,6 +521,12 @@ def _problems(args: argparse.Namespace) -> Iterator[str]:
         yield f"target {target!r} is neither a folder nor module:function"
 
 
+# Options of "plan" that the choice of a noise does not know.
+_WITHOUT_NOISE = (
+    "gpu gpus hours tokens measurements law rank noise_free utilization price trials"
+).split()
+
+
 def _problems_of_noise(args: argparse.Namespace) -> Iterator[str]:
     if not args.noise:
         if args.momentum is not None:
@@ -531,6 +537,13 @@ def _problems_of_noise(args: argparse.Namespace) -> Iterator[str]:
             yield f"--noise is of one run: give one --{name.replace('_', '-')}"
     if args.sampling == "records" or args.amplification == "none":
         yield "--noise is of Poisson samples of users"
+    for name in _WITHOUT_NOISE:
+        if getattr(args, name):
+            yield f"--{name.replace('_', '-')} goes without --noise"
+    if args.flops != [math.inf]:
+        yield "--flops goes without --noise"
+    if args.code != "engine":
+        yield "--noise prints code of make_private: leave --code out"
 
 
 def _problems_of_plan(args: argparse.Namespace) -> Iterator[str]:
