@@ -463,7 +463,7 @@ def test_scales_of_second_moments():
     rows, *columns = [torch.rand(size).double() + 0.1 for size in (6, 2, 2)]
     weight, bias = nn.Parameter(torch.zeros(6, 2, 2).double()), nn.Parameter(rows * 0)
     optimizer = ScaledAdam([weight, bias], every=2, least=1e-6)
-    for number in range(4):
+    for number in range(102):
         weight.grad = outer([rows, *columns]).view(6, 2, 2)
         bias.grad = 10 * rows
         before = optimizer.gradient_scales().get(weight)
@@ -481,6 +481,23 @@ def test_scales_of_second_moments():
     fresh = ScaledAdam([weight, bias])
     fresh.step()
     assert fresh.gradient_scales() == {}
+
+
+@pytest.mark.parametrize("beta2", [0.9, 0.999])
+def test_the_first_draws_of_noise_do_not_stay_in_the_scales(beta2):
+    """The noise of a step has the proportions of the scales, and comes back in them."""
+    torch.manual_seed(0)
+    params = [nn.Parameter(torch.zeros(size)) for size in ((32,), (32, 1), (1, 32))]
+    optimizer = ScaledAdam(params, lr=0.0, betas=(0.9, beta2))
+    for _ in range(200):
+        scales = optimizer.gradient_scales()
+        for p in params:
+            vectors = [*scales.get(p, [torch.ones(p.numel())])]
+            p.grad = (outer(vectors) * torch.randn(p.numel())).view(p.shape).float()
+        optimizer.step()
+    for p, vectors in optimizer.gradient_scales().items():
+        whole = outer(vectors)
+        assert float(whole.max() / whole.min()) < 1.6
 
 
 @pytest.mark.parametrize("kind", BOTH)
