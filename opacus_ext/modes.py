@@ -124,12 +124,12 @@ def refuse_unfit(
             remedy="Call cleanup() of what make_private returned first, and pass the "
             "model itself again, which it has as _module.",
         )
-    kind = type(getattr(optimizer, "original_optimizer", optimizer))
-    scales = hasattr(kind, "gradient_scales")
+    wrapped = getattr(optimizer, "original_optimizer", optimizer)
+    kind, scales = type(wrapped), hasattr(wrapped, "gradient_scales")
     if scales and kind_of(module) in ("fully_shard", "expert_parallel"):
         refuse_scales(kind.__name__)
     if find_mode(grad_sample_mode) is None:
-        if scales or hasattr(kind, "noise_variance"):
+        if scales or hasattr(wrapped, "noise_variance"):
             raise Refused(
                 f"{kind.__name__} asks for the noise or the clipping of each step, "
                 f"which mode {grad_sample_mode!r} of Opacus does not tell it.",

@@ -160,10 +160,16 @@ class Monitor:
                 norms_of_kind = norms_of_kind.full_tensor()
             total += norms_of_kind.double().square().sum()
         self._squares = total + torch.as_tensor(self._squares).to(total)
-        variance = optimizer.noise_variance
-        entries = sum(g.numel() for g in grads)
-        self._noise_squares += entries * variance
-        self._noise_variance += 2 * entries * variance**2
+        variance, scales = optimizer.noise_variance, optimizer.take_scales()
+        for p in optimizer.params:
+            # The noise of an entry is multiplied by its scale, a product over vectors.
+            squares = [x.double().square() for x in scales.get(id(p), ())]
+            entries = math.prod(float(x.sum()) for x in squares)
+            fourths = math.prod(float(x.square().sum()) for x in squares)
+            if not squares:
+                entries = fourths = p.numel()
+            self._noise_squares += entries * variance
+            self._noise_variance += 2 * fourths * variance**2
 
     # -- the numbers ---------------------------------------------------------------
 

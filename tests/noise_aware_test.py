@@ -120,6 +120,8 @@ def test_scaled_sums(size, length, kind, branches):
         ({"weight": 2.0}, "a tensor or a tuple"),
         ({"weight": ()}, "shapes"),
         ({"weight": (torch.ones(2), torch.full((3,), math.inf))}, "positive"),
+        ({"weight": (-torch.ones(2), -torch.ones(3))}, "positive"),
+        ({"weight": (torch.full((2,), 1e-20), torch.full((3,), 1e-20))}, "overflows"),
     ],
 )
 def test_scales_that_do_not_fit(scale, words):
@@ -176,6 +178,64 @@ def step(run, batch):
 
 def weights(model):
     return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+class Scaling(torch.optim.SGD):
+    """An optimizer of a user, with the scales that ``scales_of`` makes."""
+
+    def __init__(self, params, scales_of, lr=0.0):
+        super().__init__(params, lr=lr)
+        self.scales_of = scales_of
+
+    def gradient_scales(self):
+        return self.scales_of(self.param_groups[0]["params"])
+
+
+@pytest.mark.parametrize(
+    "scales_of, words",
+    [
+        (lambda params: None, "no dict"),
+        (lambda params: {"head.weight": torch.ones(7, 6)}, "no dict"),
+        (lambda params: {p: (torch.ones(1),) for p in params if p.dim()}, "shapes"),
+        (lambda params: {p: 2.0 for p in params}, "a tensor or a tuple of tensors"),
+    ],
+)
+def test_own_scales_that_do_not_fit(scales_of, words):
+    model = nn.Embedding(7, 6)
+    run = private(model, Scaling(model.parameters(), scales_of))
+    _, called, optimizer, criterion, loader = run
+    with pytest.raises(Refused, match=words):
+        criterion(called(next(iter(loader))[0]).square().sum((1, 2))).backward()
+
+
+def test_a_monitor_takes_the_scales_into_account():
+    """To divide by 0.01 and clip at C is to clip at C / 100."""
+    found = []
+    for scale, bound in ((1.0, 0.5), (0.01, 50.0)):
+        torch.manual_seed(1)
+        model = nn.Embedding(7, 6)
+
+        def scales_of(params, scale=scale):
+            return {p: torch.full_like(p, scale) for p in params}
+
+        optimizer = Scaling(model.parameters(), scales_of)
+        run = private(model, optimizer, max_grad_norm=bound, noise_multiplier=0.1)
+        engine, called, optimizer, criterion, loader = run
+        monitor = opacus_ext.Monitor(engine, optimizer)
+        for (batch,) in loader:
+            optimizer.zero_grad()
+            criterion(called(batch).square().sum((1, 2))).backward()
+            optimizer.step()
+        found.append(monitor.read()["noise_to_signal"])
+    assert found[0] == pytest.approx(found[1], rel=1e-3) and found[0] < 1
+
+
+def test_an_attribute_of_the_instance_counts():
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.noise_variance = None
+    with pytest.raises(Refused, match="no_op"):
+        private(model, optimizer, mode="no_op")
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -404,7 +464,7 @@ def test_scales_of_second_moments():
     rows, *columns = [torch.rand(size).double() + 0.1 for size in (6, 2, 2)]
     weight, bias = nn.Parameter(torch.zeros(6, 2, 2).double()), nn.Parameter(rows * 0)
     optimizer = ScaledAdam([weight, bias], every=2, least=1e-6)
-    for number in range(4):
+    for number in range(102):
         weight.grad = outer([rows, *columns]).view(6, 2, 2)
         bias.grad = 10 * rows
         before = optimizer.gradient_scales().get(weight)
@@ -422,6 +482,23 @@ def test_scales_of_second_moments():
     fresh = ScaledAdam([weight, bias])
     fresh.step()
     assert fresh.gradient_scales() == {}
+
+
+@pytest.mark.parametrize("beta2", [0.9, 0.999])
+def test_the_first_draws_of_noise_do_not_stay_in_the_scales(beta2):
+    """The noise of a step has the proportions of the scales, and comes back in them."""
+    torch.manual_seed(0)
+    params = [nn.Parameter(torch.zeros(size)) for size in ((32,), (32, 1), (1, 32))]
+    optimizer = ScaledAdam(params, lr=0.0, betas=(0.9, beta2))
+    for _ in range(200):
+        scales = optimizer.gradient_scales()
+        for p in params:
+            vectors = [*scales.get(p, [torch.ones(p.numel())])]
+            p.grad = (outer(vectors) * torch.randn(p.numel())).view(p.shape).float()
+        optimizer.step()
+    for p, vectors in optimizer.gradient_scales().items():
+        whole = outer(vectors)
+        assert float(whole.max() / whole.min()) < 1.6
 
 
 @pytest.mark.parametrize("kind", BOTH)

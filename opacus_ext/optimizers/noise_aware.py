@@ -25,6 +25,7 @@ from torch.optim.optimizer import ParamsT
 from opacus_ext.grad_sample.factors import Scale, upcast
 from opacus_ext.refused import Refused, check_number
 
+_SQUARES = 100  # of which a mean is known to 14 percent
 # A subclass whose step() calls that of Adam itself would run hooks of a step twice.
 _step_of_adam: Callable[..., Any] = inspect.unwrap(torch.optim.Adam.step)
 
@@ -171,8 +172,11 @@ class ScaledAdam(torch.optim.AdamW):
     has without them, and ``max_grad_norm`` can be what it is without them. For a
     parameter of two and more axes they are an outer product of one vector for each
     axis, as in Adafactor: norms of linear layers and embeddings stay as cheap as they
-    are, and each number is a mean of many squares. Until the first update they are 1.
-    Without noise it is Adam, up to rounding, as the scales cancel.
+    are. Each number is a mean of at least 100 squares, over entries and steps: until
+    there are so many, as for a bias in the first 100 steps, the numbers of an axis are
+    equal. Noise has the proportions of the scales, so that what they take from a few
+    draws of it would stay in them. Until the first update scales are 1. Without noise
+    it is Adam, up to rounding, as the scales cancel.
 
     ``optimizer.norms`` and adaptive clipping see the norms of divided gradients.
 
@@ -229,7 +233,7 @@ class ScaledAdam(torch.optim.AdamW):
     def step(self, closure: Optional[Callable[[], Any]] = None) -> Any:
         """See ``torch.optim.Optimizer``."""
         loss = _step_of_adam(self, closure)
-        moments = {}
+        moments, draws = {}, {}
         steps = 0
         for group in self.param_groups:
             for p in group["params"]:
@@ -238,14 +242,24 @@ class ScaledAdam(torch.optim.AdamW):
                     continue
                 steps = int(state["step"])
                 square = upcast(state["exp_avg_sq"])
-                square = square / (1 - group["betas"][1] ** steps)
+                beta2 = group["betas"][1]
+                left = beta2**steps
+                square = square / (1 - left)
                 moments[p] = square if square.dim() else square.reshape(1)
+                draws[p] = (1 + beta2) / (1 - beta2) * (1 - left) / (1 + left)
         if moments and steps % self.defaults["every"] == 0:
-            self._update(moments)
+            self._update(moments, draws)
         return loss
 
-    def _update(self, moments: Dict[torch.Tensor, torch.Tensor]) -> None:
-        """Sets the scales by second moments."""
+    def _update(
+        self,
+        moments: Dict[torch.Tensor, torch.Tensor],
+        draws: Dict[torch.Tensor, float],
+    ) -> None:
+        """
+        Sets the scales by second moments. Each entry of them has the variance of a mean
+        of so many ``draws``.
+        """
         sums = [moment.sum() for moment in moments.values()]
         entries = sum(moment.numel() for moment in moments.values())
         mean = torch.stack([x.to(sums[0]) for x in sums]).sum() / entries
@@ -257,6 +271,9 @@ class ScaledAdam(torch.optim.AdamW):
             of_axes = [_mean_but(square, axis) for axis in range(square.dim())]
             for number, of_axis in enumerate(of_axes[1:], 1):
                 of_axes[number] = of_axis / square.mean().clamp(min=tiny)
+            for number, of_axis in enumerate(of_axes):
+                if draws[p] * square.numel() < _SQUARES * len(of_axis):
+                    of_axes[number] = of_axis.mean().expand_as(of_axis)
             least = self.defaults["least"]
             roots = [of_axis.sqrt().clamp(min=least) for of_axis in of_axes]
             self.state[p]["scale"] = tuple(root.to(p.dtype) for root in roots)

@@ -40,7 +40,7 @@ from opacus_ext.clipping import (
 from opacus_ext.data.spent import NOT_TAKEN
 from opacus_ext.grad_sample.adapter.passes import Passes
 from opacus_ext.grad_sample.core.clip import ClippedSum
-from opacus_ext.grad_sample.factors import GradSample, Scale, inverse_of
+from opacus_ext.grad_sample.factors import GradSample, Scale, inverse_of, scale_of
 from opacus_ext.ledger import note_beside, note_broken
 from opacus_ext.optimizers.adaptive import ADAPTIVE, AdaptiveBound
 from opacus_ext.optimizers.noise import NoisyOptimizer, divide, on_this_process
@@ -354,12 +354,28 @@ class ClippingOptimizer(NoisyOptimizer):
         Returns what the gradients of a logical batch are divided by before they are
         clipped, by the ids of the parameters. The wrapped optimizer says it at the
         first physical batch (``gradient_scales``); most have none.
+
+        Raises:
+            Refused: if they do not fit the parameters
         """
         if self._scales is None:
-            scales_of: Any = getattr(self.original_optimizer, "gradient_scales", dict)
-            scales = scales_of()
-            self._scales = dict(zip(map(id, scales), scales.values()))
+            scales_of = getattr(self.original_optimizer, "gradient_scales", None)
+            self._scales = {} if scales_of is None else self._checked(scales_of())
         return self._scales
+
+    def _checked(self, scales: object) -> Dict[int, Scale]:
+        kind = type(self.original_optimizer).__name__
+        if not (
+            isinstance(scales, dict)
+            and all(isinstance(p, torch.Tensor) for p in scales)
+        ):
+            raise Refused(
+                f"{kind}.gradient_scales() returns no dict with parameters as keys.",
+                parameter="optimizer",
+                remedy="Leave out the parameters that have no scale.",
+            )
+        what = f"An entry of {kind}.gradient_scales()"
+        return {id(p): scale_of(what, x, p) for p, x in scales.items()}
 
     def _check_same_bound(self) -> None:
         now = self.every_bound

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from functools import partial
+from functools import partial, reduce
+from itertools import accumulate
+from operator import mul
 from typing import Any, Callable, Mapping, NamedTuple, Sequence
 
 import numpy as np
@@ -46,8 +48,8 @@ from opacus_ext.grad_sample.core.traced import TracedGroup
 from opacus_ext.grad_sample.core.values import Key, key_function
 from opacus_ext.grad_sample.factors import (
     Scale,
-    covers,
     dtype_of,
+    scale_of,
     tf32_settings,
 )
 from opacus_ext.grad_sample.rules import NotAtOnce
@@ -331,37 +333,26 @@ def _scales(scale: Mapping[str, Any], params: Mapping[str, T]) -> dict[Key, Scal
                 remedy=f"Its names are those of params: {', '.join(params)}.",
             )
         parameter = params[name]
-        is_whole = isinstance(divisor, T)
-        vectors = (divisor,) if is_whole else divisor
-        check_argument(
-            f"scale[{name!r}]",
-            vectors,
-            type(vectors) in (tuple, list) and all(isinstance(v, T) for v in vectors),
-            "a tensor or a tuple of tensors",
-            "Give what the gradients of the parameter are divided by.",
-        )
-        shapes = [tuple(vector.shape) for vector in vectors]
-        if is_whole:
-            fits = shapes[0] == tuple(parameter.shape)
-        else:
-            widths = [shape[0] for shape in shapes if len(shape) == 1]
-            fits = len(widths) == len(shapes) and covers(parameter.shape, widths)
-        if not fits:
+        vectors = scale_of(f"scale[{name!r}]", divisor, parameter)
+        if parameter.numel() and not _is_in_range(vectors):
             raise Refused(
-                f"scale[{name!r}] has shapes {shapes}, and the parameter has "
-                f"{tuple(parameter.shape)}.",
-                parameter="scale",
-                remedy="Give one tensor of the parameter's shape, or a tuple of "
-                "vectors, each for one axis or several in a row, left to right.",
-            )
-        if not all(bool((0 < v).all() and v.isfinite().all()) for v in vectors):
-            raise Refused(
-                f"scale[{name!r}] has entries that are not positive numbers.",
+                f"scale[{name!r}] has entries that are not positive numbers, or with "
+                "an inverse that overflows.",
                 parameter="scale",
                 remedy="Clamp it from below: scale.clamp(min=1e-3).",
             )
         scales[id(parameter)] = [v.detach().to(parameter.device) for v in vectors]
     return scales
+
+
+def _is_in_range(vectors: Scale) -> bool:
+    """Returns True if the entries, their products and the inverses are positive."""
+    least = [float(vector.min()) for vector in vectors]
+    most = [float(vector.max()) for vector in vectors]
+    products = [*accumulate(least, mul), *accumulate(most, mul)]
+    dtypes = [vector.dtype for vector in vectors if vector.is_floating_point()]
+    tiny = torch.finfo(reduce(torch.promote_types, dtypes, torch.float32)).tiny
+    return min(least) > 0 and all(tiny < x < 1 / tiny for x in products)
 
 
 class _GroupLosses(NamedTuple):

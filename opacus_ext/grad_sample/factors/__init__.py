@@ -15,6 +15,7 @@ from opacus_ext.grad_sample.factors.grad_sample import (  # noqa: F401
     OuterProducts,
     Term,
     covers,
+    scale_of,
 )
 from opacus_ext.grad_sample.factors.rows import (  # noqa: F401
     ROUNDING,

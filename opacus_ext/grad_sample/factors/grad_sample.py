@@ -47,7 +47,7 @@ from opacus_ext.grad_sample.factors.rows import (
     width_of,
     workspace,
 )
-from opacus_ext.refused import Refused
+from opacus_ext.refused import Refused, check_argument
 
 T = torch.Tensor
 # A block of this many bytes stays in the cache of a CPU.
@@ -662,6 +662,45 @@ def covers(shape: torch.Size, widths: Sequence[int]) -> bool:
         if taken != width:
             return False
     return not axes
+
+
+def scale_of(what: str, divisor: Any, parameter: T) -> Scale:
+    """
+    Returns what the gradients of a parameter are divided by, as vectors.
+
+    Args:
+        what: what it is called in errors
+        divisor: a tensor of the parameter's shape, or a tuple of vectors, each for one
+            axis or several in a row
+        parameter: the parameter
+
+    Raises:
+        Refused: if it has another type or other shapes
+    """
+    is_whole = isinstance(divisor, T)
+    vectors = (divisor,) if is_whole else divisor
+    check_argument(
+        what,
+        vectors,
+        type(vectors) in (tuple, list) and all(isinstance(v, T) for v in vectors),
+        "a tensor or a tuple of tensors",
+        "Give what the gradients of the parameter are divided by.",
+    )
+    shapes = [tuple(vector.shape) for vector in vectors]
+    if is_whole:
+        fits = shapes[0] == tuple(parameter.shape)
+    else:
+        widths = [shape[0] for shape in shapes if len(shape) == 1]
+        fits = len(widths) == len(shapes) and covers(parameter.shape, widths)
+    if not fits:
+        raise Refused(
+            f"{what} has shapes {shapes}, and the parameter has "
+            f"{tuple(parameter.shape)}.",
+            parameter="scale",
+            remedy="Give one tensor of the parameter's shape, or a tuple of "
+            "vectors, each for one axis or several in a row, left to right.",
+        )
+    return vectors
 
 
 class GradSample:

@@ -521,7 +521,10 @@ def _problems(args: argparse.Namespace) -> Iterator[str]:
         yield f"target {target!r} is neither a folder nor module:function"
 
 
-_OF_LAWS = "flops gpu tokens measurements law noise_free rank trials"
+# Options of "plan" that the choice of a noise does not know.
+_WITHOUT_NOISE = (
+    "gpu gpus hours tokens measurements law rank noise_free utilization price trials"
+).split()
 
 
 def _problems_of_noise(args: argparse.Namespace) -> Iterator[str]:
@@ -534,9 +537,11 @@ def _problems_of_noise(args: argparse.Namespace) -> Iterator[str]:
             yield f"--noise is of one run: give one --{name.replace('_', '-')}"
     if args.sampling == "records" or args.amplification == "none":
         yield "--noise is of Poisson samples of users"
-    for name in _OF_LAWS.split():
-        if getattr(args, name) not in (None, [math.inf]):
-            yield f"--noise asks no law: leave out --{name.replace('_', '-')}"
+    for name in _WITHOUT_NOISE:
+        if getattr(args, name):
+            yield f"--{name.replace('_', '-')} goes without --noise"
+    if args.flops != [math.inf]:
+        yield "--flops goes without --noise"
 
 
 def _problems_of_plan(args: argparse.Namespace) -> Iterator[str]:
