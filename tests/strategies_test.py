@@ -330,7 +330,7 @@ def test_more_steps_than_planned(name, sampling):
     # Two rounds would be more than two releases.
     numerator, denominator = strategy.filter
     c = lfilter(denominator, numerator, np.eye(1, 8)[0]) / strategy.factor
-    assert np.linalg.norm(c + np.append(np.zeros(4), c[:4])) > 1.02 * math.sqrt(2)
+    assert np.linalg.norm(c + np.append(np.zeros(4), c[:4])) > 1.01 * math.sqrt(2)
 
 
 def test_poisson_becomes_parts_of_an_epoch():
