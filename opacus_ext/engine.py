@@ -805,5 +805,5 @@ def _count(
     groups = optimizer.param_groups
     note_trained(engine, (p for group in groups for p in group["params"]))
     if hasattr(optimizer, "spent"):  # not one of Opacus's own
-        count_steps(engine, optimizer)
+        count_steps(engine, optimizer, sampling)
     ledger_of(engine).made(engine.accountant, optimizer, loader.batch_sampler)

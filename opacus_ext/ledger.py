@@ -72,15 +72,15 @@ class Ledger:
         elif self.goes_on:
             draw_afresh(parts)
 
-    def forget_rounds(self) -> None:
+    def go_back(self, *others: Any) -> None:
         """
-        Called before a history is loaded, which may not have the round of correlated
-        noise that is under way.
+        Called before a checkpoint is loaded, with optimizers that the engine may not
+        have made: correlated noise of theirs goes back with the accountant.
         """
-        for part in self._made:
-            noise = getattr(part(), "correlated", None)
+        for part in (*others, *(made() for made in self._made)):
+            noise = getattr(part, "correlated", None)
             if noise is not None:
-                noise.forget_round()
+                noise.go_back()
 
     def go_on(self, history: Iterable[Any]) -> None:
         """

@@ -160,16 +160,10 @@ class Monitor:
                 norms_of_kind = norms_of_kind.full_tensor()
             total += norms_of_kind.double().square().sum()
         self._squares = total + torch.as_tensor(self._squares).to(total)
-        std = optimizer.gradient_noise_multiplier
-        if optimizer.correlated is not None:
-            std *= optimizer.correlated.std
-        std = float(std) * float(optimizer.sensitivity)
-        if optimizer.loss_reduction == "mean":
-            size = optimizer.expected_batch_size * getattr(optimizer, "world_size", 1)
-            std = std / float(size) / optimizer.accumulated_iterations
+        variance = optimizer.noise_variance
         entries = sum(g.numel() for g in grads)
-        self._noise_squares += entries * std**2
-        self._noise_variance += 2 * entries * std**4
+        self._noise_squares += entries * variance
+        self._noise_variance += 2 * entries * variance**2
 
     # -- the numbers ---------------------------------------------------------------
 

@@ -455,6 +455,9 @@ class PrivateTraining:
 
         def record(trial: IAccountant, noise_multiplier: float) -> None:
             steps = config["max_steps"] - done
+            if sampling.allocates:  # an epoch that is under way counts once more
+                assert sampling.steps is not None
+                steps += done % sampling.steps
             strategy = noise if isinstance(noise, Strategy) else None
             sampling.account(trial, records, noise_multiplier, steps, strategy)
 
@@ -524,16 +527,19 @@ class PrivateTraining:
         before = {**defaults, "accountant": kind, **saved["config"]}
         own = self.engine.accountant.mechanism()
         config = {**defaults, "accountant": own, **config}
-        may_change = _PLAN if config["noise"] == INDEPENDENT else ()
-        changed = "; ".join(
-            f"{key}: {before.get(key)!r} there, {config.get(key)!r} here"
-            for key in sorted((before.keys() | config.keys()) - {*may_change})
-            if before.get(key) != config.get(key)
-        )
-        if changed:
+        keys = before.keys() | config.keys()
+        if config["noise"] == INDEPENDENT:
+            keys = keys - {*_PLAN}
+        others = sorted(key for key in keys if before.get(key) != config.get(key))
+        if others:
+            changed = "; ".join(
+                f"{key}: {before.get(key)!r} there, {config.get(key)!r} here"
+                for key in others
+            )
+            reason = _PLANNED if {*others} <= {*_PLAN} else ""
             raise Refused(
                 f"{path} belongs to another run; these must be the same: {changed}."
-                f"{'' if may_change else _PLANNED}",
+                f"{reason}",
                 parameter=name,
                 remedy="Give the settings that it was written with, or train anew "
                 "from its weights.",

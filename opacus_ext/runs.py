@@ -175,7 +175,9 @@ _NOT_COUNTED = (
 )
 
 
-def count_steps(engine: opacus.PrivacyEngine, optimizer: Any) -> None:
+def count_steps(
+    engine: opacus.PrivacyEngine, optimizer: Any, sampling: Optional[Sampling]
+) -> None:
     """Counts the steps of an optimizer by the draws that they spend, in the ledger."""
     hook, accountant, ledger = optimizer.step_hook, engine.accountant, ledger_of(engine)
 
@@ -197,6 +199,8 @@ def count_steps(engine: opacus.PrivacyEngine, optimizer: Any) -> None:
     def add(dp_optimizer: Any, spent: Any) -> None:
         noise = float(dp_optimizer.noise_multiplier)
         rate = min(1.0, spent.rate * dp_optimizer.accumulated_iterations)
+        if sampling is not None:
+            noise, rate = sampling.other_step(noise, rate)
         for _ in range(spent.steps):
             accountant.step(noise_multiplier=noise, sample_rate=rate)
             ledger.add(noise, rate)

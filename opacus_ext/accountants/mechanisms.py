@@ -215,6 +215,22 @@ class Fixed(Mechanism):
 MECHANISMS: Tuple[Type[Mechanism], ...] = (Allocated, Binned, Truncated, Fixed)
 
 
+def rounded(mechanisms: Counter, most: int) -> Counter:
+    """
+    Returns so many entries at most, of less noise, from the counts of entries. If there
+    are more even without regard to the noise, they stay.
+    """
+    fewer, width = mechanisms, 1e-4
+    while len(fewer) > most and width < 1:
+        fewer = Counter()
+        for mechanism, count in mechanisms.items():
+            noise, *others = mechanism.values
+            less = math.exp(math.floor(math.log(noise) / width) * width)
+            fewer[type(mechanism)(less, *others)] += count
+        width *= 1.5
+    return fewer
+
+
 def upper_steps(mechanisms: Counter) -> List[Step]:
     """Returns steps that are no more private than entries, given their counts."""
     steps: List[Step] = []

@@ -42,7 +42,7 @@ class Begun:
 
     def forget(self) -> None:
         """Lets the epoch that is under way be recorded again: a history was loaded."""
-        self.recorded = min(self.recorded, self.count() - 1)
+        self.recorded = min(self.recorded, max(self.count() - 1, 0))
 
 
 class _Allocating(Poisson):
@@ -325,6 +325,10 @@ class TruncatedPoisson(Poisson):
         kind = Truncated(noise_multiplier, rate, records, most)
         return kind, kind.rate
 
+    def other_step(self, noise_multiplier: float, rate: float) -> Tuple[float, float]:
+        """Returns noise and rate of a step whose batch may have been cut."""
+        return Truncated.bound(noise_multiplier), rate
+
     def draw(self, records: int, generator: Any, step: int = 0) -> torch.Tensor:
         """Returns the record numbers of a batch, ascending."""
         drawn = super().draw(records, generator, step)
@@ -369,7 +373,11 @@ class FixedSize(Poisson):
 
     def step_of(self, noise_multiplier: float, records: int) -> Tuple[float, float]:
         """Returns noise and rate of the entry, as accountants have them."""
-        kind = Fixed(noise_multiplier, self.rate(records))
+        return self.other_step(noise_multiplier, self.rate(records))
+
+    def other_step(self, noise_multiplier: float, rate: float) -> Tuple[float, float]:
+        """Returns noise and rate of a step on so many of the records."""
+        kind = Fixed(noise_multiplier, rate)
         return kind, kind.rate
 
     def draw(self, records: int, generator: Any, step: int = 0) -> torch.Tensor:

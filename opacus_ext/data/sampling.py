@@ -153,6 +153,13 @@ class Poisson:
         """Returns noise and rate of the entry, as accountants have them."""
         return noise_multiplier, self.rate(records)
 
+    def other_step(self, noise_multiplier: float, rate: float) -> Tuple[float, float]:
+        """
+        Returns noise and rate of the entry of a step on records that were not drawn for
+        it, but with this probability at most.
+        """
+        return noise_multiplier, rate
+
     def hook(self, accountant: IAccountant, records: int) -> Callable[[Any], None]:
         """Returns the step hook of the optimizer, which records each step."""
 
@@ -378,7 +385,18 @@ def account_rounds(
     step at most, but for those that are ``known``. If rounds are not independent, they
     are one release on all records, and of Gaussian releases the squares of the
     sensitivities add up.
+
+    Raises:
+        Refused: for a round after the steps that the noise is planned for
     """
+    begin = (rounds - 1) * sampling.separation
+    if strategy is not None and not strategy.is_banded and begin >= strategy.steps:
+        raise Refused(
+            f"{strategy} is planned for {strategy.steps} steps: epsilon is not known "
+            "for more.",
+            parameter="noise",
+            remedy="Plan as many steps as the run has.",
+        )
     kind = sampling.kind_of_round(noise_multiplier, records, strategy)
     if kind is not None:
         noise, rate = kind
@@ -402,5 +420,17 @@ def count_rounds(
     begun, known = -(-noise.taken // sampling.separation), noise.counted
     if begun > known:
         run = records, multiplier, begun, noise.strategy, known
-        record_whole(accountant, lambda: account_rounds(sampling, accountant, *run))
+
+        def record() -> None:
+            """Adds the rounds, and what earlier ones add to noise of several runs."""
+            account_rounds(sampling, accountant, *run)
+            if noise.branches and not known and not sampling.allocates:
+                # A record of the last steps before a branch is in the noise of all
+                # branches by one draw, which is less private than a draw for each.
+                less = multiplier / math.sqrt(1 + noise.branches)
+                kind = sampling.kind_of_round(less, records, noise.strategy)
+                if kind is not None:
+                    _account(accountant, *kind, 1)
+
+        record_whole(accountant, record)
         noise.counted = begun  # after that: an interrupt leaves no round uncounted

@@ -48,6 +48,7 @@ class CorrelatedNoise:
         self.strategy, self.separation = strategy, separation
         self.taken = 0  # steps
         self.counted = 0  # rounds of ``separation`` steps, by the accountant
+        self.branches = 0  # how often it went back to steps that stay counted
         self.noise_multiplier: Optional[float] = None  # of the run, from its first step
         self.trained: Optional[List[int]] = None  # the same
         #: The bins of records, where they are drawn once for the run.
@@ -162,7 +163,8 @@ class CorrelatedNoise:
                 parameter="noise",
                 remedy="Go on from the last checkpoint.",
             )
-        if self.taken >= self.strategy.steps and not self.is_amplified:
+        may_go_on = self.is_amplified and self.strategy.is_banded
+        if self.taken >= self.strategy.steps and not may_go_on:
             raise Refused(
                 f"{self.strategy} is planned for {self.strategy.steps} steps, which "
                 "were taken: epsilon is not known for more.",
@@ -192,18 +194,20 @@ class CorrelatedNoise:
         """Counts a step whose noise was drawn."""
         self._drawing = False
         self.taken += 1
+        self._goes_back = False
         _farthest[self.stream] = max(_farthest.get(self.stream, 0), self.taken)
 
     def take_back(self, taken: int) -> None:
         """
         Called when a step has failed, before which so many were taken: it is to be made
-        anew as the same step, as the distance of a record's steps depends on it.
+        anew as the same step, as the distance of a record's steps depends on it. Its
+        round counts again, as somebody may have seen both.
         """
         if self.taken > taken:
             self.taken, self._drawing = taken, True
-            self.forget_round()
+            self._forget_round()
 
-    def forget_round(self) -> None:
+    def _forget_round(self) -> None:
         """Lets the round that is under way be counted again."""
         self.counted = min(self.counted, self.taken // self.separation)
 
@@ -220,6 +224,7 @@ class CorrelatedNoise:
         names = (
             "taken",
             "counted",
+            "branches",
             "noise_multiplier",
             "trained",
             "separation",
@@ -237,10 +242,11 @@ class CorrelatedNoise:
 
     def go_back(self) -> None:
         """
-        Called when a checkpoint is loaded that takes the accountant back, too: nothing
-        of the steps since then is kept.
+        Called before a checkpoint is loaded that takes the accountant back, too. If no
+        state of this noise follows, the round that is under way is counted again.
         """
         self._goes_back = True
+        self._forget_round()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """
@@ -251,10 +257,8 @@ class CorrelatedNoise:
         Raises:
             Refused: for that of a run with another strategy, or other parts of the data
         """
-        given, own = (state["plan"], state["separation"]), (
-            self._plan(),
-            self.separation,
-        )
+        given = state["plan"], state["separation"]
+        own = self._plan(), self.separation
         if given != own:
             raise Refused(
                 f"The checkpoint has noise of {_told(given[0])} and {given[1]} parts "
@@ -270,6 +274,7 @@ class CorrelatedNoise:
         self.taken, self.noise_multiplier = state["taken"], state["noise_multiplier"]
         self.trained, self._drawing = state["trained"], False
         self.counted = 0 if counts_again else state["counted"]
+        self.branches = max(self.branches, state.get("branches", 0)) + counts_again
         self.allocation = state["allocation"]
         self._past = {name: x.clone() for name, x in state["past"].items()}
         self._states = {name: x.cpu().clone() for name, x in state["states"].items()}

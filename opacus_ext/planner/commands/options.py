@@ -521,6 +521,9 @@ def _problems(args: argparse.Namespace) -> Iterator[str]:
         yield f"target {target!r} is neither a folder nor module:function"
 
 
+_OF_LAWS = "flops gpu tokens measurements law noise_free rank trials"
+
+
 def _problems_of_noise(args: argparse.Namespace) -> Iterator[str]:
     if not args.noise:
         if args.momentum is not None:
@@ -531,6 +534,9 @@ def _problems_of_noise(args: argparse.Namespace) -> Iterator[str]:
             yield f"--noise is of one run: give one --{name.replace('_', '-')}"
     if args.sampling == "records" or args.amplification == "none":
         yield "--noise is of Poisson samples of users"
+    for name in _OF_LAWS.split():
+        if getattr(args, name) not in (None, [math.inf]):
+            yield f"--noise asks no law: leave out --{name.replace('_', '-')}"
 
 
 def _problems_of_plan(args: argparse.Namespace) -> Iterator[str]:
