@@ -501,6 +501,27 @@ def test_the_first_draws_of_noise_do_not_stay_in_the_scales(beta2):
         assert float(whole.max() / whole.min()) < 1.6
 
 
+def test_a_parameter_that_has_met_no_noise():
+    """Others have; its gradients of zero leave it where it is."""
+    known, late = [nn.Parameter(torch.ones(3)) for _ in range(2)]
+    optimizer = AdamBC([known, late], lr=0.1)
+    for variance in (1.0, 0.0):
+        known.grad = torch.randn(3)
+        optimizer.noise_variance = variance
+        optimizer.step()
+        late.grad = torch.zeros(3)
+    assert known.isfinite().all() and torch.equal(late, torch.ones(3))
+
+
+def test_a_parameter_without_entries():
+    params = [nn.Parameter(torch.ones(size)) for size in ((3, 0), (2, 3), ())]
+    optimizer = ScaledAdam(params, lr=0.1)
+    for p in params:
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    assert {*optimizer.gradient_scales()} == {*params[1:]}
+
+
 @pytest.mark.parametrize("kind", BOTH)
 def test_a_run_that_goes_on(kind, tmp_path):
     """Bit for bit, from a checkpoint of the engine, with a schedule."""

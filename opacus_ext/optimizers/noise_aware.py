@@ -133,7 +133,10 @@ class AdamBC(torch.optim.AdamW):
         corrected = torch._foreach_div(squares, of_squares)
         torch._foreach_sub_(corrected, noises)
         floor = self.defaults["floor"]
-        torch._foreach_clamp_min_(corrected, [floor * phi for phi in noises])
+        # A parameter that has met no noise yet may have gradients of zero.
+        tiny = torch.finfo(torch.float32).tiny
+        least = [max(floor * phi, tiny) for phi in noises]
+        torch._foreach_clamp_min_(corrected, least)
         torch._foreach_sqrt_(corrected)
         torch._foreach_mul_(corrected, [1 - beta1**step for step in steps])
         if group["weight_decay"]:
@@ -238,7 +241,7 @@ class ScaledAdam(torch.optim.AdamW):
         for group in self.param_groups:
             for p in group["params"]:
                 state = self.state.get(p, {})
-                if "exp_avg_sq" not in state:
+                if "exp_avg_sq" not in state or not p.numel():
                     continue
                 steps = int(state["step"])
                 square = upcast(state["exp_avg_sq"])
