@@ -512,6 +512,23 @@ def test_a_batch_that_comes_back_counts_as_all_records():
     assert run.engine.privacy_statement(1e-3).content["holds"] == "no"
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_a_batch_that_was_kept_counts_with_the_noise_of_its_step():
+    """Its epoch was counted with the more noise of that time."""
+    run = Run(RandomAllocation(steps=5), noise=3.0)
+    kept = [x for (x,) in run.loader]
+    run.step(kept[4])
+    run.optimizer.noise_multiplier = 1.0
+    batches = iter(run.loader)
+    run.step(next(batches)[0])
+    run.step(kept[0])
+    assert run.history[:2] == [
+        (Allocated(3.0, 5, 1), 1.0, 1),
+        (Allocated(1.0, 5, 1), 1.0, 1),
+    ]
+    assert run.history[2:] == [(1.0, 1.0, 1)]
+
+
 @pytest.mark.parametrize("accountant", ["prv_bounds", "prv", "rdp"])
 def test_a_release_beside_batches_of_fixed_size(accountant):
     run = Run(FixedSize(batch_size=6), accountant)

@@ -34,6 +34,9 @@ _NOT_OWN = (
     "A step was taken on records that another loader than that of its make_private has "
     "drawn."
 )
+_EARLIER = (
+    "A step was taken on a batch that was kept from an earlier iteration of the loader."
+)
 _ALIKE = (
     "The sum of this run and another one of this process: both were seeded with the "
     "same number and drew the same records, so that their epsilons do not add up as "
@@ -74,6 +77,7 @@ class DrawCounter:
         self._taken_before = 0  # batches taken in earlier iterations
         self._asked = self._drawn = self._ahead = 0  # in this iteration
         self._steps_before = self._unsure = 0
+        self._first = 0  # number of the first draw of this iteration
         #: Numbers of records of the batches, or parts, that the loop may be at.
         self.sizes: Deque[int] = deque(maxlen=4)
         self._draws = self._collated = 0  # in all
@@ -97,6 +101,7 @@ class DrawCounter:
         self._taken_before, self._ahead = self.taken, ahead
         self._steps_before, self._unsure = self.steps, max(most - ahead, 0)
         self._asked = self._drawn = 0
+        self._first = self._draws + 1
 
     def ask(self) -> None:
         """Called when the loader asks for a batch, also after the last one."""
@@ -154,6 +159,9 @@ class DrawCounter:
             return None
         if any(x[:2] in self._spent for x in draws):
             return Spent(1.0, _AGAIN)
+        own = [x.number for x in draws if x.counter is self]
+        if self.allocates and own and min(own) < self._first:
+            return Spent(1.0, _EARLIER)
         if self._is_own(draws) and self.steps >= self.taken:
             return self._again()
         others = {x.counter for x in draws} - {self}
