@@ -430,7 +430,7 @@ def count_rounds(
                 less = multiplier / math.sqrt(1 + noise.branches)
                 kind = sampling.kind_of_round(less, records, noise.strategy)
                 if kind is not None:
-                    _account(accountant, *kind, 1)
+                    _account(accountant, kind[0], kind[1], 1)
 
         record_whole(accountant, record)
         noise.counted = begun  # after that: an interrupt leaves no round uncounted
