@@ -5,20 +5,19 @@
 
 text: a causal transformer of bytes (one block, width 32). A record is a window of 32
 bytes; the last tenth of the file is held out, one half to choose by and one to measure
-on. films: DPFormer without Re-Attention (one block, width 32) of the 500 films that most
-have seen, a list that is taken as public. A record is a user's last 17 of these films
-before the held-out ones.
+on. films: DPFormer without Re-Attention (one block, width 32), of the 500 films that
+most have seen, a list that is taken as public. A record is a user's last 17 of these
+films before the held-out ones.
 
 For each optimizer a learning rate of three is chosen by the first seed, by the loss on
-what is held out for that, and kept for all seeds. A line of JSON a run, then a table:
-mean and standard deviation over the seeds.
+what is held out for that, and kept for all seeds. A line of JSON a run, of which
+``python -m benchmarks tables`` makes the table of docs/how-to/optimizers.md.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import sys
 import time
 import warnings
@@ -190,24 +189,18 @@ def main(argv: Optional[List[str]] = None) -> None:
     warnings.filterwarnings("ignore", "Secure RNG")
     torch.set_num_threads(1)
     task = text(args.data) if args.what == "text" else films(args.data)
-    rows = []
     for name in args.optimizers:
         found = []
 
         def measure(rate: float, seed: int) -> None:
             found.append(run(task, name, rate, seed, args))
-            print(json.dumps(found[-1]), flush=True)
+            print(json.dumps({"task": args.what, **found[-1]}), flush=True)
 
         for rate in args.rates or RATES[args.what][name]:
             measure(rate, args.seeds[0])
         chosen = min(found, key=lambda result: result["validation"])["lr"]
         for seed in args.seeds[1:]:
             measure(chosen, seed)
-        tests = [result["test"] for result in found if result["lr"] == chosen]
-        spread = statistics.stdev(tests) if len(tests) > 1 else 0.0
-        mean = statistics.mean(tests)
-        rows.append(f"| {name} | {chosen:g} | {mean:.3f} +- {spread:.3f} |")
-    print("\n".join(["| optimizer | lr | loss |", "| --- | --- | --- |", *rows]))
 
 
 if __name__ == "__main__":

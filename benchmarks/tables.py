@@ -91,6 +91,23 @@ def trained() -> str:
     return written(("", "epsilon 5", "epsilon 8", "epsilon 10"), body)
 
 
+def optimizers() -> str:
+    """Adam that knows the noise: learning rates and losses, by task."""
+    rows, body = rows_of("adaptive-optimizers-cpu.jsonl"), []
+    for name in dict.fromkeys(row["optimizer"] for row in rows):
+        cells: List[str] = []
+        for task in ("text", "films"):
+            runs = [r for r in rows if (r["optimizer"], r["task"]) == (name, task)]
+            first = [run for run in runs if run["seed"] == runs[0]["seed"]]
+            chosen = min(first, key=lambda run: run["validation"])["lr"]
+            losses = [run["test"] for run in runs if run["lr"] == chosen]
+            rates = ", ".join(f"{run['lr']:g}" for run in first)
+            cells += [f"{chosen:g} of {rates}"]
+            cells += [f"{mean(losses):.3f} +- {stdev(losses):.3f}"]
+        body.append((f"`{name}`", *cells))
+    return written(("", "text: learning rate", "loss", "films: rate", "loss"), body)
+
+
 def mixtures() -> Dict[Any, str]:
     """
     Mixtures of experts: "ghost_bk" to non-private, by section, model, experts and load;
@@ -396,6 +413,7 @@ TABLES: Dict[str, Callable[[], str]] = {
     "releases-ml-1m": lambda: releases("ml-1m"),
     "releases-games": lambda: releases("games"),
     "trained": trained,
+    "optimizers": optimizers,
     "figure3": figure3,
     "speed": lambda: speed_table("own"),
     "speed-peers": lambda: speed_table("peers"),

@@ -163,12 +163,11 @@ def load_checkpoint(
     module.load_state_dict(weights, **(module_load_dict_kwargs or {}))
     ledger = ledger_of(self)
     ledger.repeats = repeat_noise
+    ledger.go_back(optimizer)
     given = _others(optimizer, noise_scheduler, grad_clip_scheduler)
     for name, other in given.items():
         state = content.pop(name, {})
         if other is not None and state:
-            if getattr(other, "correlated", None) is not None:
-                other.correlated.go_back()
             other.load_state_dict(state)
         elif other is optimizer and (other is not None or state):
             warnings.warn(

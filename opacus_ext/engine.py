@@ -389,6 +389,7 @@ class PrivacyEngine(opacus.PrivacyEngine):
         delta = float(delta)  # of numpy's, or a fraction
         missing = ledger_of(self).missing(self.accountant.history)
         accountant = in_place_of(with_steps(self.accountant, missing))
+        refuse_mixed(accountant.history)  # Opacus's accountants know no relations
         if any(noise == 0 for noise, *_ in accountant.history):
             return math.inf  # some accountants raise an error
         epsilon = accountant.get_epsilon(delta) if len(accountant) else 0.0
@@ -805,5 +806,5 @@ def _count(
     groups = optimizer.param_groups
     note_trained(engine, (p for group in groups for p in group["params"]))
     if hasattr(optimizer, "spent"):  # not one of Opacus's own
-        count_steps(engine, optimizer)
+        count_steps(engine, optimizer, sampling)
     ledger_of(engine).made(engine.accountant, optimizer, loader.batch_sampler)

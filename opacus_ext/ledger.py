@@ -61,17 +61,26 @@ class Ledger:
 
     def made(self, accountant: Any, *parts: Any) -> None:
         """
-        Adds what draws random numbers: an optimizer, and the sampler of a loader. The
-        accountant may have the steps of an earlier run, and of releases, which are not
-        on records that were drawn.
+        Adds what draws random numbers: an optimizer, and the sampler of a loader. If
+        the accountant has the steps of an earlier run, none of its numbers come back.
         """
         self._made += [weakref.ref(x) for x in parts if draws_numbers(x)]
         earlier = difference(accountant.history, self.history)
         self.history += earlier
-        if any(is_drawn(noise, rate) for noise, rate, _ in earlier):
+        if earlier:
             self.draw_afresh()
         elif self.goes_on:
             draw_afresh(parts)
+
+    def go_back(self, *others: Any) -> None:
+        """
+        Called before a checkpoint is loaded, with optimizers that the engine may not
+        have made: correlated noise of theirs goes back with the accountant.
+        """
+        for part in (*others, *(made() for made in self._made)):
+            noise = getattr(part, "correlated", None)
+            if noise is not None:
+                noise.go_back()
 
     def go_on(self, history: Iterable[Any]) -> None:
         """

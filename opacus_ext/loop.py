@@ -192,7 +192,8 @@ def watch_loader(
     """
     batches: Any = loader.batch_sampler
     drawn_by = getattr(batches, "sampling", None)
-    allocates = drawn_by is not None and drawn_by.allocates
+    # A record's draws by others than Poisson sampling depend on each other.
+    allocates = getattr(drawn_by, "allocates", False) or hasattr(drawn_by, "separation")
     counter = DrawCounter(optimizer, _rate_of(batches), allocates)
     optimizer.draws = passes.counter = counter
     given = loader.collate_fn, loader.dataset, inputs, counter, inputs.mixing.key
@@ -241,7 +242,7 @@ def watch_loader(
     def begin(self: Any) -> Iterator[List[int]]:
         # Splits ask for a batch, and not for each of its parts.
         is_split = vars(self).pop("is_split", False)
-        counter.begin(0 if is_split else ahead)
+        counter.begin(0 if is_split else ahead, getattr(batches, "ahead", 0))
         return Counted(batches_of(self, is_split), own(), counter)
 
     # The sampler before lives on in it, as a ledger may know it.

@@ -32,6 +32,7 @@ from torch.utils.data import (
 
 from opacus_ext.accountants.mechanisms import Mechanism
 from opacus_ext.accountants.solver import default_delta
+from opacus_ext.data.allocation import FixedSize
 from opacus_ext.data.copies import refuse_copies
 from opacus_ext.data.sampling import Sampling
 from opacus_ext.loop import LOOPS, plain
@@ -317,7 +318,9 @@ PROCESS = _Process()
 
 def tell_of_records(sampling: Sampling | None) -> None:
     """Warns once in a process that the number of records counts as public."""
-    if sampling is not None and sampling.is_public:
+    if sampling is not None and (
+        sampling.is_public or isinstance(sampling, FixedSize)  # of data sets of a size
+    ):
         return
     warn_once(
         PROCESS,
@@ -339,8 +342,7 @@ def tell_of_accountant(engine: PrivacyEngine, sampling: Sampling | None) -> None
             engine,
             "accountant",
             f'The accountant "{accountant}" does not know {type(sampling).__name__}, '
-            "and counts far more than it spends. Take "
-            'PrivacyEngine(accountant="prv_bounds").',
+            'and counts far more than it spends. Take accountant="prv_bounds".',
         )
 
 

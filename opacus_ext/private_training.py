@@ -274,6 +274,8 @@ class PrivateTraining:
             sampling=sampling,
             **kwargs,
         )
+        if self.saved is not None and self.optimizer.correlated is not None:
+            self.optimizer.correlated.go_back()
         self.sampling = sampling
         runs_of(self.engine)[-1]["target_delta"] = self.target_delta
         if self.saved is not None and self.optimizer.adaptive is not None:
@@ -295,7 +297,8 @@ class PrivateTraining:
         sampler, steps = self.sampler, self.sampler.sampling.steps
         if self.engine.secure_mode:  # each is drawn once, also after a checkpoint
             return Begun(lambda: sampler.begun)
-        begun = Begun(lambda: -(-self.draw // steps))
+        # An earlier run of Lightning's callback has counted its own.
+        begun = Begun(lambda: -(-self.draw // steps), self.draw // steps)
         if self.saved is not None:
             begun.recorded = -(-self.saved["draw"] // steps)
             begun.noise_multiplier = self.saved["noise_multiplier"]
@@ -452,6 +455,9 @@ class PrivateTraining:
 
         def record(trial: IAccountant, noise_multiplier: float) -> None:
             steps = config["max_steps"] - done
+            if sampling.allocates:  # an epoch that is under way counts once more
+                assert sampling.steps is not None
+                steps += done % sampling.steps
             strategy = noise if isinstance(noise, Strategy) else None
             sampling.account(trial, records, noise_multiplier, steps, strategy)
 
@@ -521,16 +527,19 @@ class PrivateTraining:
         before = {**defaults, "accountant": kind, **saved["config"]}
         own = self.engine.accountant.mechanism()
         config = {**defaults, "accountant": own, **config}
-        may_change = _PLAN if config["noise"] == INDEPENDENT else ()
-        changed = "; ".join(
-            f"{key}: {before.get(key)!r} there, {config.get(key)!r} here"
-            for key in sorted((before.keys() | config.keys()) - {*may_change})
-            if before.get(key) != config.get(key)
-        )
-        if changed:
+        keys = before.keys() | config.keys()
+        if config["noise"] == INDEPENDENT:
+            keys = keys - {*_PLAN}
+        others = sorted(key for key in keys if before.get(key) != config.get(key))
+        if others:
+            changed = "; ".join(
+                f"{key}: {before.get(key)!r} there, {config.get(key)!r} here"
+                for key in others
+            )
+            reason = _PLANNED if {*others} <= {*_PLAN} else ""
             raise Refused(
                 f"{path} belongs to another run; these must be the same: {changed}."
-                f"{'' if may_change else _PLANNED}",
+                f"{reason}",
                 parameter=name,
                 remedy="Give the settings that it was written with, or train anew "
                 "from its weights.",

@@ -89,7 +89,7 @@ def add_run(
         "records_are_private": private,
         "unit": unit_of(loader.dataset),
         "sampling": described,
-        "bands": 1 if correlated is None else correlated.separation,
+        "bands": _steps_of_round(sampling, correlated),
         "strategy": None if correlated is None else repr(correlated.strategy),
         "amplified": correlated is None or correlated.is_amplified,
         "secure_mode": bool(engine.secure_mode),
@@ -98,6 +98,12 @@ def add_run(
     add_runs(engine, [run])
     ledger_of(engine).runs = runs_of(engine)
     return next(known for known in runs_of(engine) if known == run)
+
+
+def _steps_of_round(sampling: Any, correlated: Optional[CorrelatedNoise]) -> int:
+    if correlated is None:
+        return 1
+    return sampling.steps_of_round(correlated.strategy)
 
 
 def spent_by(engine: opacus.PrivacyEngine) -> Dict[str, Any]:
@@ -169,7 +175,9 @@ _NOT_COUNTED = (
 )
 
 
-def count_steps(engine: opacus.PrivacyEngine, optimizer: Any) -> None:
+def count_steps(
+    engine: opacus.PrivacyEngine, optimizer: Any, sampling: Optional[Sampling]
+) -> None:
     """Counts the steps of an optimizer by the draws that they spend, in the ledger."""
     hook, accountant, ledger = optimizer.step_hook, engine.accountant, ledger_of(engine)
 
@@ -191,6 +199,8 @@ def count_steps(engine: opacus.PrivacyEngine, optimizer: Any) -> None:
     def add(dp_optimizer: Any, spent: Any) -> None:
         noise = float(dp_optimizer.noise_multiplier)
         rate = min(1.0, spent.rate * dp_optimizer.accumulated_iterations)
+        if sampling is not None:
+            noise, rate = sampling.other_step(noise, rate)
         for _ in range(spent.steps):
             accountant.step(noise_multiplier=noise, sample_rate=rate)
             ledger.add(noise, rate)

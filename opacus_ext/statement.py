@@ -439,10 +439,13 @@ def _conditions(
     if broken:
         holds = "no"
         notes += dict.fromkeys(broken)
-    notes += dict.fromkeys(
-        _correlated(run, unit) for run in runs if run.get("bands", 1) > 1
-    )
+    notes += dict.fromkeys(_correlated(run, unit) for run in filter(_has_rows, runs))
     return holds, notes
+
+
+def _has_rows(run: Mapping[str, Any]) -> bool:
+    """Returns True for a run with correlated noise."""
+    return run.get("bands", 1) > 1 or not run.get("amplified", True)
 
 
 def _correlated(run: Mapping[str, Any], unit: str) -> str:
@@ -450,16 +453,23 @@ def _correlated(run: Mapping[str, Any], unit: str) -> str:
     b = run["bands"]
     correlated = f"{b} steps in a row"
     counted = f"rounds of {b} steps"
+    drawn = f"they draw from {b} parts of the data set in turn"
+    if b == 1:
+        counted, drawn = "single steps", "they draw from all of the data"
     if not run.get("amplified", True):
         correlated = f"all steps ({run['strategy']})"
         counted += (
             ", each with what it adds to the sensitivity of all steps so far, as if it "
             "were on all of the data: that batches are drawn at random counts nothing"
         )
+    if run["sampling"]["scheme"] == "balls_in_bins":
+        bins = run["sampling"]["bins"]
+        drawn = f"each {unit} is in one of {bins} batches, which come in turn"
+        if run.get("amplified", True):
+            counted += f", as if it were known which step of a round a {unit} is in"
     return (
-        f"The noise of {correlated} is correlated, and they draw from {b} parts of the "
-        f"data set in turn. What is counted are {counted}. One {unit} that is removed "
-        "leaves all others in their parts."
+        f"The noise of {correlated} is correlated, and {drawn}. What is counted are "
+        f"{counted}. One {unit} that is removed leaves all others in their places."
     )
 
 
@@ -591,7 +601,7 @@ def _mechanism(run: Mapping[str, Any], unit: str) -> str:
             "noise and is part of epsilon"
         )
     noise = "Gaussian noise"
-    if bands > 1:
+    if _has_rows(run):
         over = f"{bands}" if run.get("amplified", True) else "all"
         noise += f" that is correlated over {over} steps"
     return (

@@ -156,6 +156,26 @@ def test_extreme_noise(noise, batches, most):
     assert 0 <= epsilon(entry) <= min(most, epsilon((noise, 1.0, 1)))
 
 
+def test_a_delta_beyond_the_grid():
+    """It is that of batches of all records."""
+    for entry in (
+        allocation(1.0, 10),
+        allocation(1.0, 10, 5),
+        (Binned(1.0, 9), 1.0, 5),
+    ):
+        plain = epsilon((1.0, 1.0, entry[2]), delta=1e-100)
+        assert epsilon(entry, delta=1e-100) == pytest.approx(plain)
+
+
+def test_many_noise_multipliers():
+    """Of a schedule; they are rounded down, by little."""
+    found = epsilon(
+        *((Truncated(1 + i / 1e5, 0.01, 1000, 40), 0.01, 1) for i in range(300))
+    )
+    same = epsilon((Truncated(1.0015, 0.01, 1000, 40), 0.01, 300))
+    assert same < found < 1.002 * same
+
+
 def test_beside_other_steps():
     both = epsilon(allocation(1.0, 100, 2), (1.0, 0.01, 100), (9.0, 1.0, 1))
     parts = [allocation(1.0, 100, 2)], [(1.0, 0.01, 100)], [(9.0, 1.0, 1)]
@@ -174,6 +194,7 @@ def test_bins_of_a_run_are_one_draw():
     assert same > epsilon(allocation(2.0, 20, 4))
 
 
+@pytest.mark.thorough
 def test_cut_and_fixed_batches():
     """With room enough nothing is cut; without any, a step counts twice the bound."""
     rate, steps = 0.01, 200
@@ -491,6 +512,60 @@ def test_a_batch_that_comes_back_counts_as_all_records():
     assert run.engine.privacy_statement(1e-3).content["holds"] == "no"
 
 
+@pytest.mark.parametrize("accountant", ["prv_bounds", "prv", "rdp"])
+def test_a_release_beside_batches_of_fixed_size(accountant):
+    run = Run(FixedSize(batch_size=6), accountant)
+    run.epoch(most=2)
+    assert run.engine.get_epsilon(1e-3) > 0
+    run.engine.accountant.step(noise_multiplier=2.0, sample_rate=1.0)
+    with pytest.raises(Refused, match="can't be composed"):
+        run.engine.get_epsilon(1e-3)
+
+
+def test_a_statement_does_not_tell_a_private_number_of_records():
+    run = Run(
+        TruncatedPoisson(expected_batch_size=5, max_batch_size=27, public_records=26)
+    )
+    run.epoch()
+    statement = run.engine.privacy_statement(1e-3)
+    assert '"max_batch_size": 27' in statement.json()
+    assert f": {RECORDS}" not in statement.json()
+
+
+OTHERS = [
+    (FixedSize(batch_size=6), Fixed(1.0, 1.0)),
+    (TruncatedPoisson(sample_rate=0.2, max_batch_size=6), 0.5),
+]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("accountant", ["prv_bounds", "rdp"])
+@pytest.mark.parametrize("sampling, noise", OTHERS, ids=["fixed", "truncated"])
+def test_a_batch_that_comes_back_has_another_record(sampling, noise, accountant):
+    """In the place of one that is removed: it moves the sum by twice the bound."""
+    run = Run(sampling, accountant)
+    batches = [x for (x,) in run.loader]
+    for x in (*batches, batches[0]):
+        run.step(x)
+    assert run.history[1:] == [(noise, 1.0, 1)]
+    least = create_accountant(accountant)
+    least.history = [(0.5, 1.0, 1)]
+    assert run.engine.get_epsilon(1e-3) >= least.get_epsilon(1e-3)
+
+
+def test_a_run_that_goes_on_counts_each_epoch_once(tmp_path):
+    run, parts = Run(RandomAllocation(steps=5)), []
+    for _ in range(2):
+        run.epoch()
+        parts = dict(path=tmp_path / "run.pt", module=run.private)
+        run.engine.save_checkpoint(**parts, optimizer=run.optimizer)
+        run = Run(RandomAllocation(steps=5))
+        parts["module"] = run.private
+        run.engine.load_checkpoint(**parts, optimizer=run.optimizer)
+    run.epoch()
+    assert run.history == [(Allocated(1.0, 5, 1), 1.0, 3)]
+
+
 def test_less_noise_within_an_epoch_counts_once_more():
     run = Run(RandomAllocation(steps=5), noise=2.0)
     batches = iter(run.loader)
@@ -517,6 +592,7 @@ def test_an_accountant_that_does_not_know_them_says_so():
     assert run.engine.get_epsilon(1e-3) == plain.get_epsilon(1e-3)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "sampling, accountant",
     [

@@ -292,7 +292,7 @@ def test_batches_without_a_step_are_refused():
             if i == given_up:
                 break
             step(module, optimizer, criterion, batch)
-    with pytest.raises(Refused, match="has come back"):
+    with pytest.raises(Refused, match="had no new draw"):
         step(module, optimizer, criterion, batch)  # of no new batch
 
 

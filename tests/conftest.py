@@ -38,6 +38,8 @@ THOROUGH = (
     "distributed_test.py",
     "sharded_test.py",
     "correlated_processes_test.py",
+    "correlated_trainers_test.py",
+    "strategies_peer_test.py",
     "failures_test.py",
     "trainer_sharded_test.py",
     "lightning_processes_test.py",

@@ -499,3 +499,14 @@ def test_callbacks_that_train_by_themselves(make, first):
     with pytest.raises(Refused, match="training loop by itself"):
         trainer(*callbacks, max_steps=1).fit(model)
     assert not model.sizes
+
+
+def test_a_second_fit_counts_its_own_epochs():
+    """And that which the first has left in its middle once more."""
+    sampling = RandomAllocation(steps=4)
+    callback = privacy("ghost_bk", sampling=sampling, noise_multiplier=1.0)
+    found = []
+    for _ in range(2):
+        trainer(callback, max_steps=6).fit(Classifier(), loader())
+        found.append(callback.engine.accountant.history[0][2])
+    assert found == [2, 4]

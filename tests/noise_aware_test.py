@@ -132,6 +132,7 @@ def test_scales_that_do_not_fit(scale, words):
         )
 
 
+@pytest.mark.thorough
 def test_scales_are_not_compiled():
     weight, x = torch.ones(3, requires_grad=True), torch.randn(4, 3)
 

@@ -13,10 +13,12 @@ import pytest
 import torch
 from opacus import PrivacyEngine
 from scipy.linalg import toeplitz
+from scipy.signal import lfilter
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import opacus_ext  # noqa: F401
+from opacus_ext.accountants.composition import Composition
 from opacus_ext.accountants.mechanisms import Binned
 from opacus_ext.data import BallsInBins, CyclicPoisson, Poisson
 from opacus_ext.losses import PerSample
@@ -28,6 +30,7 @@ from opacus_ext.strategies import (
     LambdaCGD,
     Participation,
 )
+from opacus_ext.strategies.banded import coefficients
 from opacus_ext.strategies.stream import CorrelatedNoise
 
 N = 8
@@ -297,6 +300,39 @@ def test_numbers_are_refused(make, match):
         make()
 
 
+@pytest.mark.parametrize("sampling", [CyclicPoisson, BallsInBins])
+@pytest.mark.parametrize("name", ["buffered", "inverse", "lambda", "banded"])
+def test_more_steps_than_planned(name, sampling):
+    """Within the round that was planned columns have no row in common."""
+    strategy = {
+        "buffered": BufferedToeplitz(1, 4),
+        "inverse": InverseBanded(3, 4),
+        "lambda": LambdaCGD(4, 0.9),
+        "banded": Banded(4, 4),
+    }[name]
+    if sampling is CyclicPoisson:
+        drawn = CyclicPoisson(bands=4, sample_rate=0.25)
+    else:
+        drawn = BallsInBins(bins=4)
+    engine, model, optimizer, criterion, loader = private(strategy, drawn)
+    for batch in loader:
+        step(model, optimizer, criterion, batch)
+    account = engine.accountant, 60, 1.0, 8, strategy
+    if name == "banded":
+        step(model, optimizer, criterion, next(iter(loader)))
+        drawn.account(*account)
+        return
+    with pytest.raises(Refused, match="planned for 4 steps"):
+        step(model, optimizer, criterion, next(iter(loader)))
+    with pytest.raises(Refused, match="planned for 4 steps"):
+        drawn.account(*account)
+    assert sum(steps for *_, steps in engine.accountant.history) == 1
+    # Two rounds would be more than two releases.
+    numerator, denominator = strategy.filter
+    c = lfilter(denominator, numerator, np.eye(1, 8)[0]) / strategy.factor
+    assert np.linalg.norm(c + np.append(np.zeros(4), c[:4])) > 1.02 * math.sqrt(2)
+
+
 def test_poisson_becomes_parts_of_an_epoch():
     *_, loader = private(LambdaCGD(12), Poisson(expected_batch_size=14))
     assert loader.batch_sampler.sampling.bands == 4
@@ -331,7 +367,11 @@ def test_balls_in_bins(strategy, left):
     assert sum(map(len, drawn[:4])) == 60
     history = engine.accountant.history
     if left is not None:
-        assert history == [(Binned(1.0, left), 1.0, 3)]
+        assert history == [(Binned(1.0, left) if left > 1 else 1.0, 1.0, 3)]
+        bands = 4 // left  # in each, two of one bin are so many steps apart
+        text = engine.privacy_statement(1e-3).text
+        assert f"After {3 * left} rounds of {bands} steps" in text
+        assert f"noise of {bands} steps in a row" in text and "one of 4 batches" in text
         return
     square = sum(steps / noise**2 for noise, _, steps in history)
     expected = strategy.sensitivity(Participation(4, 3))
@@ -392,6 +432,102 @@ def test_a_state_of_earlier_is_loaded(whole, tmp_path):
     found = sum(steps / noise**2 for noise, _, steps in engine.accountant.history)
     expected = strategy.sensitivity(Participation(4, 3)) ** 2
     assert found == pytest.approx(expected if whole else 2 * expected)
+
+
+def rounds_of(engine):
+    return sum(steps / noise**2 for noise, _, steps in engine.accountant.history)
+
+
+def test_a_state_that_is_loaded_twice_counts_as_once():
+    """Also if it is of a branch that went further than the steps since."""
+    strategy = LambdaCGD(12, separation=4)
+    engine, model, optimizer, criterion, _ = private(strategy)
+    batches = [(torch.randn(4, 5), torch.randint(0, 3, (4,))) for _ in range(12)]
+    states = []
+    for batch in batches[:9]:
+        states.append(copy.deepcopy(optimizer.state_dict()))
+        step(model, optimizer, criterion, batch)
+    square = [strategy.sensitivity(Participation(4, k)) ** 2 for k in (1, 2, 3)]
+    optimizer.load_state_dict(states[4])
+    optimizer.load_state_dict(states[4])
+    step(model, optimizer, criterion, batches[4])
+    assert rounds_of(engine) == pytest.approx(square[2] + square[1])
+    optimizer.load_state_dict(states[8])  # of the first branch
+    step(model, optimizer, criterion, batches[8])
+    assert rounds_of(engine) == pytest.approx(2 * square[2] + square[1])
+
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_a_checkpoint_without_this_noise(fails, tmp_path):
+    """The noise goes on, so that the round that is under way counts again."""
+    strategy = LambdaCGD(12, separation=4)
+    engine, model, optimizer, *_ = private(LambdaCGD(24) if fails else strategy)
+    path = tmp_path / "run.pt"
+    engine.save_checkpoint(path=path, module=model, optimizer=optimizer)
+    engine, model, optimizer, criterion, _ = private(strategy)
+    batches = [(torch.randn(4, 5), torch.randint(0, 3, (4,))) for _ in range(7)]
+    for batch in batches[:6]:
+        step(model, optimizer, criterion, batch)
+    if fails:
+        with pytest.raises(Refused, match="The checkpoint has noise of"):
+            engine.load_checkpoint(path=path, module=model, optimizer=optimizer)
+    else:
+        with pytest.warns(UserWarning, match="no optimizer is given"):
+            engine.load_checkpoint(path=path, module=model)
+    before = rounds_of(engine)
+    step(model, optimizer, criterion, batches[6])
+    expected = strategy.sensitivity(Participation(4, 2)) ** 2 - 1
+    assert rounds_of(engine) - before == pytest.approx(expected)
+
+
+def test_a_branch_of_banded_noise():
+    """
+    Of the steps before it, a record may be in the noise of both branches by one draw:
+    with noise that is sqrt(2) times less, which counts beside all rounds.
+    """
+    engine, model, optimizer, criterion, _ = private(Banded(2, 12))
+    batches = [(torch.randn(4, 5), torch.randint(0, 3, (4,))) for _ in range(4)]
+    step(model, optimizer, criterion, batches[0])
+    state = copy.deepcopy(optimizer.state_dict())
+    for batch in batches[1:]:
+        step(model, optimizer, criterion, batch)
+    optimizer.load_state_dict(state)
+    for batch in batches[1:]:
+        step(model, optimizer, criterion, batch)
+    found = engine.accountant.history
+    assert [steps for *_, steps in found] == [3, 1, 1]
+    assert [noise for noise, *_ in found] == pytest.approx([1.0, 0.5**0.5, 1.0])
+    assert {rate for _, rate, _ in found} == {0.5}
+    one, two = (Composition() for _ in range(2))
+    c = coefficients(2, 12)
+    # The truth for a record of the first step, and two rounds.
+    one.history = [(1 / math.sqrt(1 + c[1] ** 2), 0.01, 1)]
+    two.history = [(1.0, 0.01, 2)]
+    assert one.get_bounds(1e-5).lower > two.get_epsilon(1e-5)
+
+
+def test_a_run_after_another_one_has_other_noise():
+    """Also if it is seeded alike, and only the accountant was loaded."""
+    engine, model, optimizer, criterion, _ = private(LambdaCGD(12))
+    batch = torch.randn(4, 5), torch.randint(0, 3, (4,))
+    step(model, optimizer, criterion, batch)
+    state = optimizer.noise_state()
+    later, *_ = private(LambdaCGD(12))
+    later.accountant.load_state_dict(engine.accountant.state_dict())
+    torch.manual_seed(0)
+    model = nn.Linear(5, 3)
+    _, optimizer, *_ = later.make_private(
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        criterion=PerSample(),
+        data_loader=DataLoader(TensorDataset(torch.randn(60, 5)), batch_size=15),
+        noise_multiplier=1.0,
+        max_grad_norm=1.0,
+        grad_sample_mode="ghost_bk",
+        noise=LambdaCGD(12),
+    )
+    assert optimizer.noise_state()["seed"] != state["seed"]
+    assert optimizer._noise_generators == {}
 
 
 def test_noise_that_was_drawn_in_part():

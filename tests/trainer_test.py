@@ -325,6 +325,18 @@ def test_a_run_that_goes_on_with_another_plan(name, tmp_path):
     assert history(again) == phases
 
 
+def test_another_plan_in_the_middle_of_an_allocation(tmp_path):
+    """The epoch that is under way counts once more with less noise, as was planned."""
+    cls = functools.partial(PrivateTrainer, sampling=RandomAllocation(steps=4))
+    first = trainer(tmp_path, cls=cls, privacy=private(**BUDGET), **SAVING)
+    first.train()
+    budget = private(**{**BUDGET, "target_epsilon": 20.0})
+    run = trainer(tmp_path, cls=cls, privacy=budget, **{**SAVING, "max_steps": 6})
+    run.train(str(tmp_path / "checkpoint-2"))
+    assert [steps for *_, steps in history(run)] == [1, 2]
+    assert 19.9 <= run.get_epsilon() <= 20
+
+
 def test_a_budget_that_is_spent_is_told_before_weights_are_loaded(tmp_path):
     trainer(tmp_path, privacy=private(**BUDGET), **SAVING).train()
     run = trainer(tmp_path, privacy=private(**BUDGET), **{**SAVING, "max_steps": 9})

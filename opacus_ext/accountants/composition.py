@@ -11,6 +11,7 @@ from opacus_ext.accountants.mechanisms import (
     Fixed,
     Mechanism,
     refuse_mixed,
+    rounded,
     upper_steps,
 )
 from opacus_ext.accountants.numerical import Bounds, Step, delta_bounds, epsilon_bounds
@@ -132,8 +133,13 @@ def _mixed_bounds(
         steps_of(_rounded(x, side) if len(x) > _DISTINCT else x)
         for x, side in ((below, -1), (pairs, 1))
     )
-    high += upper_steps(mechanisms)
+    high += upper_steps(rounded(mechanisms, _DISTINCT))
     bounds = bounds_of(high)
+    if math.isinf(bounds.upper):  # the tail of an allocation's grid
+        for mechanism, count in mechanisms.items():
+            pairs[float(mechanism), mechanism.rate] += count
+        bounds = bounds_of(steps_of(pairs))
+        return bounds._replace(lower=min(bounds_of(low).lower, bounds.upper))
     if not any(isinstance(mechanism, Fixed) for mechanism in mechanisms):
         turned = [Step(profiles.turned(profile), k) for profile, k in high]
         bounds = max(bounds, bounds_of(turned), key=lambda x: x.upper)

@@ -178,6 +178,12 @@ class Truncated(Mechanism):
         )
         return [Step(profiles.mixture(once, twice, cut), count)]
 
+    def describe(self, count: int) -> Dict[str, Any]:
+        """Returns all but the number of records, which may be private."""
+        described = super().describe(count)
+        del described["records"]
+        return described
+
     def lower(self) -> Tuple[float, float]:
         # A record that alone has a gradient, by the probability that it is kept.
         from scipy.stats import binom
@@ -213,6 +219,22 @@ class Fixed(Mechanism):
 
 
 MECHANISMS: Tuple[Type[Mechanism], ...] = (Allocated, Binned, Truncated, Fixed)
+
+
+def rounded(mechanisms: Counter, most: int) -> Counter:
+    """
+    Returns so many entries at most, of less noise, from the counts of entries. If there
+    are more even without regard to the noise, they stay.
+    """
+    fewer, width = mechanisms, 1e-4
+    while len(fewer) > most and width < 1:
+        fewer = Counter()
+        for mechanism, count in mechanisms.items():
+            noise, *others = mechanism.values
+            less = math.exp(math.floor(math.log(noise) / width) * width)
+            fewer[type(mechanism)(less, *others)] += count
+        width *= 1.5
+    return fewer
 
 
 def upper_steps(mechanisms: Counter) -> List[Step]:

@@ -313,13 +313,16 @@ def _closed_epsilon(profile: Profile, delta: float) -> float:
     top = 1.0
     while delta_at(profile, top) > delta:
         top *= 2
+        if math.isinf(top):  # its tail counts as infinite loss
+            return top
     precise = dict(xtol=1e-300, rtol=1e-12, maxiter=500)
     return brentq(lambda t: delta_at(profile, t) - delta, 0, top, **precise)
 
 
 def _near(value: float) -> Bounds:
     """Returns bounds of a value with about ten digits."""
-    return Bounds(value * (1 - 1e-9), value, value * (1 + 1e-9))
+    lower = 0.0 if math.isinf(value) else value * (1 - 1e-9)
+    return Bounds(lower, value, value * (1 + 1e-9))
 
 
 def _mesh_error(scale: float, delta: float) -> float:

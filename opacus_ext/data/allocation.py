@@ -42,7 +42,7 @@ class Begun:
 
     def forget(self) -> None:
         """Lets the epoch that is under way be recorded again: a history was loaded."""
-        self.recorded = min(self.recorded, self.count() - 1)
+        self.recorded = min(self.recorded, max(self.count() - 1, 0))
 
 
 class _Allocating(Poisson):
@@ -86,10 +86,8 @@ class _Allocating(Poisson):
         return self.batch(self.allocate(records, generator), step)
 
     def _record(self, accountant: Any, records: int, optimizer: Any) -> None:
-        if getattr(optimizer, "correlated", None) is not None:
-            super()._record(accountant, records, optimizer)
-        else:  # An interrupt after the entry was added must not take it out again.
-            self._count(accountant, records, optimizer)
+        # An interrupt after the entry was added must not take it out again.
+        self._count(accountant, records, optimizer)
 
     def _count(self, accountant: Any, records: int, optimizer: Any) -> None:
         """
@@ -239,12 +237,21 @@ class BallsInBins(_Allocating):
         is an allocation to as many bins as are left. By joint convexity it is a bound.
         """
         assert strategy is not None
-        wide = range(strategy.span, self.bins + 1)
-        known = next((b for b in wide if self.bins % b == 0), None)
-        if known is None:
+        if strategy.span > self.bins:
             return None
+        known = self.steps_of_round(strategy)
+        if known == self.bins:
+            return noise_multiplier, 1.0
         kind = Binned(noise_multiplier, self.bins // known)
         return kind, kind.rate
+
+    def steps_of_round(self, strategy: Strategy) -> int:
+        """
+        Returns the number of steps that a statement tells as one: the least that
+        divides the number of bins and is not less than the number of bands.
+        """
+        wide = range(strategy.span, self.bins)
+        return next((b for b in wide if self.bins % b == 0), self.bins)
 
     def account(
         self,
@@ -318,6 +325,10 @@ class TruncatedPoisson(Poisson):
         kind = Truncated(noise_multiplier, rate, records, most)
         return kind, kind.rate
 
+    def other_step(self, noise_multiplier: float, rate: float) -> Tuple[float, float]:
+        """Returns noise and rate of a step whose batch may have been cut."""
+        return Truncated.bound(noise_multiplier), rate
+
     def draw(self, records: int, generator: Any, step: int = 0) -> torch.Tensor:
         """Returns the record numbers of a batch, ascending."""
         drawn = super().draw(records, generator, step)
@@ -362,7 +373,11 @@ class FixedSize(Poisson):
 
     def step_of(self, noise_multiplier: float, records: int) -> Tuple[float, float]:
         """Returns noise and rate of the entry, as accountants have them."""
-        kind = Fixed(noise_multiplier, self.rate(records))
+        return self.other_step(noise_multiplier, self.rate(records))
+
+    def other_step(self, noise_multiplier: float, rate: float) -> Tuple[float, float]:
+        """Returns noise and rate of a step on so many of the records."""
+        kind = Fixed(noise_multiplier, rate)
         return kind, kind.rate
 
     def draw(self, records: int, generator: Any, step: int = 0) -> torch.Tensor:

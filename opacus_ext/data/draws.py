@@ -89,7 +89,7 @@ class Draws(_SharedOut, UniformWithReplacementSampler):
         expected = first if self._expected is None else self._expected
         self._check_steps(expected, expected)
         self._expected = None
-        generator = self._shared() if self.place is not None else self.generator
+        generator = self.generator if self.place is None else self._shared(first)
         first_own, processes = self.place or (0, 1)
         for step in range(first, first + self.steps):
             self._check_steps(max(first, step - self.ahead), step)
@@ -114,20 +114,24 @@ class Draws(_SharedOut, UniformWithReplacementSampler):
                 keeper.allocation = epoch.allocation
         return sampling.batch(epoch.allocation, step)
 
-    def _shared(self) -> torch.Generator:
-        """Returns a generator that all processes have: each draws the whole batch."""
+    def _shared(self, first: int) -> torch.Generator:
+        """
+        Returns a generator that all processes have: each draws the whole batch, from
+        the ``first`` step on.
+        """
         seed = int(torch.randint(2**62, (1,), generator=self.generator))
-        given = [seed, repr(self.sampling), self.num_samples]
+        given = [seed, repr(self.sampling), self.num_samples, first]
         try:
             dist.broadcast_object_list(given)
         except RuntimeError as error:
             raise waited_in_vain(dist.get_rank(), error) from error
-        if given[1:] != [repr(self.sampling), self.num_samples]:
+        if given[1:] != [repr(self.sampling), self.num_samples, first]:
             raise Refused(
                 f"This process draws by {self.sampling} from {self.num_samples} "
-                f"records, and process 0 by {given[1]} from {given[2]}.",
+                f"records after {first} steps, and process 0 by {given[1]} from "
+                f"{given[2]} after {given[3]}.",
                 parameter="sampling",
-                remedy="Make them the same everywhere.",
+                remedy="Make them the same everywhere, and load a checkpoint in all.",
             )
         return torch.Generator().manual_seed(given[0])
 

@@ -153,6 +153,13 @@ class Poisson:
         """Returns noise and rate of the entry, as accountants have them."""
         return noise_multiplier, self.rate(records)
 
+    def other_step(self, noise_multiplier: float, rate: float) -> Tuple[float, float]:
+        """
+        Returns noise and rate of the entry of a step on records that were not drawn for
+        it, but with this probability at most.
+        """
+        return noise_multiplier, rate
+
     def hook(self, accountant: IAccountant, records: int) -> Callable[[Any], None]:
         """Returns the step hook of the optimizer, which records each step."""
 
@@ -318,6 +325,10 @@ class CyclicPoisson(Poisson):
         """The least number of steps between two of one record."""
         return self.bands
 
+    def steps_of_round(self, strategy: Strategy) -> int:
+        """Returns the number of steps that a statement tells as one."""
+        return self.bands
+
     def kind_of_round(
         self, noise_multiplier: float, records: int, strategy: Optional[Strategy]
     ) -> Optional[Tuple[float, float]]:
@@ -346,7 +357,7 @@ class CyclicPoisson(Poisson):
         rate = self.bands * self.rate(records)
         return 1.0 if rate > 1 - 1e-9 else rate
 
-    def _count(self, accountant: IAccountant, records: int, optimizer: Any) -> None:
+    def _record(self, accountant: IAccountant, records: int, optimizer: Any) -> None:
         if getattr(optimizer, "correlated", None) is None:
             raise Refused(
                 f"The batches are drawn for correlated noise, from {self.bands} parts.",
@@ -374,7 +385,18 @@ def account_rounds(
     step at most, but for those that are ``known``. If rounds are not independent, they
     are one release on all records, and of Gaussian releases the squares of the
     sensitivities add up.
+
+    Raises:
+        Refused: for a round after the steps that the noise is planned for
     """
+    begin = (rounds - 1) * sampling.separation
+    if strategy is not None and not strategy.is_banded and begin >= strategy.steps:
+        raise Refused(
+            f"{strategy} is planned for {strategy.steps} steps: epsilon is not known "
+            "for more.",
+            parameter="noise",
+            remedy="Plan as many steps as the run has.",
+        )
     kind = sampling.kind_of_round(noise_multiplier, records, strategy)
     if kind is not None:
         noise, rate = kind
@@ -395,9 +417,20 @@ def count_rounds(
 ) -> None:
     """Records the round that the step of an optimizer has begun, if it has."""
     noise, multiplier = optimizer.correlated, float(optimizer.noise_multiplier)
-    # A step that failed after its noise was drawn has begun a round, too.
     begun, known = -(-noise.taken // sampling.separation), noise.counted
     if begun > known:
         run = records, multiplier, begun, noise.strategy, known
-        account_rounds(sampling, accountant, *run)
-        noise.counted = begun
+
+        def record() -> None:
+            """Adds the rounds, and what earlier ones add to noise of several runs."""
+            account_rounds(sampling, accountant, *run)
+            if noise.branches and not known and not sampling.allocates:
+                # A record of the last steps before a branch is in the noise of all
+                # branches by one draw, which is less private than a draw for each.
+                less = multiplier / math.sqrt(1 + noise.branches)
+                kind = sampling.kind_of_round(less, records, noise.strategy)
+                if kind is not None:
+                    _account(accountant, *kind, 1)
+
+        record_whole(accountant, record)
+        noise.counted = begun  # after that: an interrupt leaves no round uncounted

@@ -62,8 +62,8 @@ class DrawCounter:
         optimizer: that steps on them
         rate: probability with which a record is drawn; None if it is not known, so that
             steps are accounted for as they are
-        allocates: True if the batches of an epoch are drawn at once, and accounted for
-            at its first step
+        allocates: True if a record's draws depend on each other, so that steps on them
+            are accounted for together: as those of an epoch that is drawn at once
     """
 
     def __init__(
@@ -73,6 +73,7 @@ class DrawCounter:
         self._optimizer = weakref.ref(optimizer)
         self._taken_before = 0  # batches taken in earlier iterations
         self._asked = self._drawn = self._ahead = 0  # in this iteration
+        self._steps_before = self._unsure = 0
         #: Numbers of records of the batches, or parts, that the loop may be at.
         self.sizes: Deque[int] = deque(maxlen=4)
         self._draws = self._collated = 0  # in all
@@ -88,9 +89,13 @@ class DrawCounter:
 
     # -- the loader --------------------------------------------------------------------
 
-    def begin(self, ahead: int) -> None:
-        """Begins an iteration, of which ``ahead`` batches are asked for early."""
+    def begin(self, ahead: int, most: int = 0) -> None:
+        """
+        Begins an iteration, of which ``ahead`` batches are asked for early, and up to
+        ``most`` are drawn early.
+        """
         self._taken_before, self._ahead = self.taken, ahead
+        self._steps_before, self._unsure = self.steps, max(most - ahead, 0)
         self._asked = self._drawn = 0
 
     def ask(self) -> None:
@@ -127,6 +132,15 @@ class DrawCounter:
     def taken(self) -> int:
         """Returns how many batches the loop has taken so far."""
         return self._taken_before + max(0, min(self._drawn, self._asked - self._ahead))
+
+    @property
+    def left(self) -> int:
+        """
+        Returns how many batches of this iteration, before the one that the loop is at,
+        were left without a step for sure.
+        """
+        taken = self.taken - self._taken_before - self._unsure
+        return max(taken - 1 - (self.steps - self._steps_before), 0)
 
     def size_of(self, taken: int) -> Optional[int]:
         """Returns the number of records of the last of so many batches, if known."""

@@ -207,8 +207,13 @@ class ClippingOptimizer(NoisyOptimizer):
             [*self._step_skip_queue], self._is_last_step_skipped
         )
         self._divides = True
+        taken = 0 if self.correlated is None else self.correlated.taken
         try:
             goes_on = super().pre_step(closure)
+        except BaseException:
+            if self.correlated is not None:
+                self.correlated.take_back(taken)
+            raise
         finally:
             self._divides = False
         self._note_noise(noise_state)
@@ -270,22 +275,33 @@ class ClippingOptimizer(NoisyOptimizer):
         Finds out how this step is accounted for.
 
         Raises:
-            Refused: if correlated noise is to be added to a draw that has come back
+            Refused: if correlated noise is to be added to a draw that has come back,
+                of another loader, or after one that was left out
         """
         self.spent = None
         if self.draws is None or self._check_skip_next_step(pop_next=False):
             return
+        if self.correlated is not None and self.draws.left:
+            raise Refused(
+                f"{self.draws.left} batches that the loop has taken had no step, so "
+                "that records would be drawn again sooner than correlated noise is "
+                "accounted for.",
+                parameter="noise",
+                remedy="Call optimizer.step() once for each batch of the loader, also "
+                'for an empty one, or use noise="independent".',
+            )
         draws = self._passes.draws()
         if self.draws.is_first_without(draws):
             warn_once(self, NOT_TAKEN, NOT_TAKEN)
         spent = self.spent = self.draws.look(draws)
         if spent and spent.rate is not None and self.correlated is not None:
             raise Refused(
-                "A draw that a step was taken on has come back, and correlated noise "
-                "is accounted for records that are not drawn again so soon.",
+                f"{spent.reason} Correlated noise is accounted for records that are "
+                "not drawn again so soon.",
                 parameter="noise",
-                remedy="Step once on each batch of the loader: leave itertools.cycle "
-                'and lists of batches out, or take noise="independent".',
+                remedy="Step once on each batch of the loader: leave itertools.cycle, "
+                "lists of batches and other loaders out, or take "
+                'noise="independent".',
             )
 
     def _spend_draws(self, goes_on: bool) -> None:

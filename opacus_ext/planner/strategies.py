@@ -117,8 +117,8 @@ def noise_strategies(
     Example:
         >>> choices = noise_strategies(50_000, 50, 2000, epsilon=8, delta=1e-6)
         >>> best = recommended(choices)
-        >>> print(best.strategy, f"{best.prefix:.2f}")
-        Banded(bands=64, steps=2000, momentum=0.0) 0.24
+        >>> print(best.name, f"{best.prefix:.2f}")
+        BufferedToeplitz, 2 buffers 0.23
     """
     for name, value in (("records", records), ("steps", steps)):
         checked(name, value, at_least=1, whole=True)

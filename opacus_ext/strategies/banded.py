@@ -167,6 +167,11 @@ class Banded(Strategy):
         return self.bands
 
     @property
+    def is_banded(self) -> bool:
+        """True."""
+        return True
+
+    @property
     def filter(self) -> Filter:
         """One over the polynomial of the coefficients."""
         c = coefficients(self.bands, self.steps, self.momentum)

@@ -55,6 +55,14 @@ class InverseBanded(Strategy):
             check_whole("separation", self.separation)
 
     @property
+    def can_redraw(self) -> bool:
+        """
+        True if ``C^-1`` has no positive entry off its diagonal: the row that is drawn
+        once more lacks one of its entries, so that C becomes less.
+        """
+        return max(self.filter.numerator[1:], default=0.0) <= 0
+
+    @property
     def filter(self) -> Filter:
         """The polynomial of the coefficients."""
         return _filter(self)

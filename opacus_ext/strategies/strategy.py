@@ -97,8 +97,16 @@ class Strategy(ABC):
 
     @property
     def span(self) -> int:
-        """Columns of C that are so many steps apart have no row in common."""
+        """
+        Columns of C that are so many steps apart have no row in common, within the
+        steps of the run; after more steps only if it :attr:`is_banded`.
+        """
         return self.steps
+
+    @property
+    def is_banded(self) -> bool:
+        """True if columns end, so that a run may have more steps than planned."""
+        return False
 
     @property
     def memory(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from typing import (
     Any,
     Callable,
@@ -18,12 +19,14 @@ import numpy as np
 import torch
 from scipy.signal import lfilter
 
-from opacus_ext import strategies
 from opacus_ext.refused import Refused
 from opacus_ext.strategies import Strategy
 
 #: Which share of some parameters a process has, and their places.
 Name = Tuple[Any, ...]
+
+#: The most steps that were taken in this process from a state, by its stream.
+_farthest: Dict[int, int] = {}
 
 
 class CorrelatedNoise:
@@ -45,10 +48,13 @@ class CorrelatedNoise:
         self.strategy, self.separation = strategy, separation
         self.taken = 0  # steps
         self.counted = 0  # rounds of ``separation`` steps, by the accountant
+        self.branches = 0  # how often it went back to steps that stay counted
         self.noise_multiplier: Optional[float] = None  # of the run, from its first step
         self.trained: Optional[List[int]] = None  # the same
         #: The bins of records, where they are drawn once for the run.
         self.allocation: Optional[torch.Tensor] = None
+        self.stream = secrets.randbits(63)  # tells the states of this run apart
+        self._goes_back = False  # True if the accountant goes back with the next state
         self._drawing = False  # True if a step's noise is drawn, or was in part
         self._past: Dict[Name, torch.Tensor] = {}  # [memory, ...]
         self._states: Dict[Name, torch.Tensor] = {}  # of generators
@@ -157,7 +163,8 @@ class CorrelatedNoise:
                 parameter="noise",
                 remedy="Go on from the last checkpoint.",
             )
-        if self.taken >= self.strategy.steps and not self.is_amplified:
+        may_go_on = self.is_amplified and self.strategy.is_banded
+        if self.taken >= self.strategy.steps and not may_go_on:
             raise Refused(
                 f"{self.strategy} is planned for {self.strategy.steps} steps, which "
                 "were taken: epsilon is not known for more.",
@@ -187,6 +194,22 @@ class CorrelatedNoise:
         """Counts a step whose noise was drawn."""
         self._drawing = False
         self.taken += 1
+        self._goes_back = False
+        _farthest[self.stream] = max(_farthest.get(self.stream, 0), self.taken)
+
+    def take_back(self, taken: int) -> None:
+        """
+        Called when a step has failed, before which so many were taken: it is to be made
+        anew as the same step, as the distance of a record's steps depends on it. Its
+        round counts again, as somebody may have seen both.
+        """
+        if self.taken > taken:
+            self.taken, self._drawing = taken, True
+            self._forget_round()
+
+    def _forget_round(self) -> None:
+        """Lets the round that is under way be counted again."""
+        self.counted = min(self.counted, self.taken // self.separation)
 
     @property
     def std(self) -> float:
@@ -201,44 +224,63 @@ class CorrelatedNoise:
         names = (
             "taken",
             "counted",
+            "branches",
             "noise_multiplier",
             "trained",
             "separation",
             "allocation",
+            "stream",
         )
         kept = {name: getattr(self, name) for name in names}
-        plan = {"strategy": type(self.strategy).__name__, **vars(self.strategy)}
-        return {"plan": plan, **kept, "past": self._past, "states": self._states}
+        # Later steps change what is kept; a copy on its device may be too large.
+        past = {name: x.to("cpu", copy=True) for name, x in self._past.items()}
+        return {"plan": self._plan(), **kept, "past": past, "states": {**self._states}}
+
+    def _plan(self) -> Dict[str, Any]:
+        """Returns the strategy as plain values."""
+        return {"strategy": type(self.strategy).__name__, **vars(self.strategy)}
 
     def go_back(self) -> None:
         """
-        Called when a checkpoint is loaded that takes the accountant back, too: nothing
-        of the steps since then is kept.
+        Called before a checkpoint is loaded that takes the accountant back, too. If no
+        state of this noise follows, the round that is under way is counted again.
         """
-        self.taken = 0
+        self._goes_back = True
+        self._forget_round()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """
-        Loads what :meth:`state_dict` returned. If steps were taken since, which the
-        accountant keeps, those before count once more: a record has them in two runs.
+        Loads what :meth:`state_dict` returned. If this process has taken steps since,
+        which the accountant keeps, those before count once more: a record has them in
+        two runs.
 
         Raises:
             Refused: for that of a run with another strategy, or other parts of the data
         """
-        plan = dict(state["plan"])
-        of = getattr(strategies, plan.pop("strategy"))(**plan)
-        given, own = (of, state["separation"]), (self.strategy, self.separation)
+        given = state["plan"], state["separation"]
+        own = self._plan(), self.separation
         if given != own:
             raise Refused(
-                f"The checkpoint has noise of {given[0]} and {given[1]} parts of the "
-                f"data set, and the run has {own[0]} and {own[1]}.",
+                f"The checkpoint has noise of {_told(given[0])} and {given[1]} parts "
+                f"of the data set, and the run has {_told(own[0])} and {own[1]}.",
                 parameter="noise",
                 remedy="Go on with what the run began with.",
             )
-        goes_back = self.taken > state["taken"]
+        taken = max(self.taken, _farthest.get(state.get("stream", 0), 0))
+        counts_again = taken > state["taken"] and not self._goes_back
+        # Accelerate loads an optimizer's own state before that of a checkpoint.
+        self._goes_back = self._goes_back and not state["taken"]
+        self.stream = secrets.randbits(63)
         self.taken, self.noise_multiplier = state["taken"], state["noise_multiplier"]
         self.trained, self._drawing = state["trained"], False
-        self.counted = 0 if goes_back else state["counted"]
+        self.counted = 0 if counts_again else state["counted"]
+        self.branches = max(self.branches, state.get("branches", 0)) + counts_again
         self.allocation = state["allocation"]
         self._past = {name: x.clone() for name, x in state["past"].items()}
         self._states = {name: x.cpu().clone() for name, x in state["states"].items()}
+
+
+def _told(plan: Mapping[str, Any]) -> str:
+    """Shows a plan as the strategy is written."""
+    values = (f"{name}={value!r}" for name, value in plan.items() if name != "strategy")
+    return f"{plan['strategy']}({', '.join(values)})"

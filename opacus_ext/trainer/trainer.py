@@ -723,6 +723,7 @@ class PrivateTrainer(Trainer):
         optimizer, noise = self._training.optimizer, self._training.optimizer.correlated
         if checkpoint and self._is_sharded and noise is not None:
             # optimizer.pt has that of process 0.
+            noise.go_back()
             noise.load_state_dict(read_noise(checkpoint, self.args.process_index))
             optimizer.check_rows(noise)
         if self.privacy.repeat_noise:

@@ -196,7 +196,7 @@ def test_a_draw_that_comes_back(mode, loop):
 @pytest.mark.parametrize("loop", [cycled, in_turn])
 def test_a_draw_that_comes_back_to_correlated_noise(loop):
     run = Run(noise=Banded(2, steps=STEPS))
-    with pytest.raises(Refused, match="come back"):
+    with pytest.raises(Refused, match="no new draw"):
         loop(run)
 
 

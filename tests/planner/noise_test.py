@@ -111,6 +111,7 @@ def test_memory_in_words():
     ]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("more", ["--epsilon 1 --batch-size 500", "--momentum 0.9", ""])
 def test_its_code_trains_within_epsilon(more, capsys):
     assert main(f"{ARGS} {more}".split()) == 0
@@ -133,6 +134,19 @@ def test_its_code_trains_within_epsilon(more, capsys):
     assert 0.98 * epsilon < names["engine"].get_epsilon(1e-4) <= epsilon
 
 
+@pytest.mark.parametrize("more", ["--batch-size 500 --epsilon 1", ""])
+@pytest.mark.thorough
+def test_its_code_for_the_trainer(more, capsys):
+    assert main(f"{ARGS} {more} --code trainer".split()) == 0
+    out = capsys.readouterr().out
+    names = dict(max_grad_norm=0.5)
+    exec(out[out.index("from opacus_ext") :], names)
+    found = names["privacy"]
+    best = recommended(noise_strategies(**RUN)).strategy
+    assert found.noise == ("independent" if more else best)
+    assert (found.target_delta, found.per_sample_max_grad_norm) == (1e-4, 0.5)
+
+
 def test_for_programs(capsys):
     assert main(f"{ARGS} --json".split()) == 0
     found = json.loads(capsys.readouterr().out)
@@ -149,11 +163,12 @@ def test_for_programs(capsys):
         (ARGS.replace("--steps 150", ""), "give one --steps"),
         (ARGS.replace("--epsilon 4", "--epsilon 1,4"), "give one --epsilon"),
         (f"{ARGS} --sampling records", "Poisson samples of users"),
+        (f"{ARGS} --law paper", "leave out --law"),
+        (f"{ARGS} --flops 1e18", "leave out --flops"),
         ("plan --users 99 --epsilon 1 --momentum 0.5", "goes with --noise"),
         (ARGS + " --trials 10", "--trials goes without --noise"),
         (ARGS + " --gpu h100 --hours 2", "--gpu goes without --noise"),
         (ARGS + " --flops 1e18", "--flops goes without --noise"),
-        (ARGS + " --code trainer", "leave --code out"),
     ],
 )
 def test_bad_arguments(args, message, capsys):
@@ -162,6 +177,7 @@ def test_bad_arguments(args, message, capsys):
     assert stopped.value.code == 2 and message in capsys.readouterr().err
 
 
+@pytest.mark.thorough
 def test_plot(tmp_path, capsys):
     pytest.importorskip("matplotlib")
     path = tmp_path / "noise.svg"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any, Dict, Optional
+from typing import Any, Dict, Optional, Tuple
 
 from opacus_ext.planner.budget import default_delta
 from opacus_ext.planner.commands.output import print_result
@@ -55,7 +55,11 @@ def plan_noise(args: argparse.Namespace) -> int:
         result["noise in the weights, as a share of independent noise"] = [
             _in_short(choice, parameters) for choice in choices
         ]
-        result["code"] = _code(best, safe, records, batch_size)
+        if args.code == "trainer":
+            result["code"] = _trainer_code(best, batch_size, epsilon, delta)
+        else:
+            hint = "# For PrivateTrainer of transformers: add --code trainer\n"
+            result["code"] = hint + _code(best, safe, records, batch_size)
     print_result(result, args.json)
     return 0
 
@@ -72,15 +76,20 @@ def _in_short(choice: NoiseChoice, parameters: Optional[int]) -> Dict[str, Any]:
     }
 
 
+def _named(choice: NoiseChoice) -> Tuple[str, str]:
+    """The import of a strategy, and the argument; nothing for independent noise."""
+    if choice.is_independent:
+        return "", ""
+    name = type(choice.strategy).__name__
+    argument = f"    noise={choice.strategy!r},\n"
+    return f"from opacus_ext.optimizers import {name}\n", argument
+
+
 def _code(
     choice: NoiseChoice, noise_multiplier: float, records: int, batch_size: int
 ) -> str:
     """Code to paste."""
-    imports = argument = ""
-    if not choice.is_independent:
-        name = type(choice.strategy).__name__
-        imports = f"from opacus_ext.optimizers import {name}\n"
-        argument = f"    noise={choice.strategy!r},\n"
+    imports, argument = _named(choice)
     steps = choice.strategy.steps
     return f"""\
 from opacus import PrivacyEngine
@@ -100,4 +109,21 @@ model, optimizer, criterion, loader = engine.make_private(
     noise_multiplier={noise_multiplier!r},
 {argument}    max_grad_norm=max_grad_norm,
     grad_sample_mode="ghost_bk",
+)"""
+
+
+def _trainer_code(
+    choice: NoiseChoice, batch_size: int, epsilon: float, delta: float
+) -> str:
+    """Code to paste for ``PrivateTrainer``, which calibrates the noise itself."""
+    imports, argument = _named(choice)
+    return f"""\
+{imports}from opacus_ext.trainer import PrivacyArguments
+
+# Yours: max_grad_norm. For PrivateTrainer with TrainingArguments of
+# max_steps={choice.strategy.steps} and {batch_size:,} records a step.
+privacy = PrivacyArguments(
+    target_epsilon={epsilon!r},
+    target_delta={delta!r},
+{argument}    per_sample_max_grad_norm=max_grad_norm,
 )"""

@@ -542,8 +542,6 @@ def _problems_of_noise(args: argparse.Namespace) -> Iterator[str]:
             yield f"--{name.replace('_', '-')} goes without --noise"
     if args.flops != [math.inf]:
         yield "--flops goes without --noise"
-    if args.code != "engine":
-        yield "--noise prints code of make_private: leave --code out"
 
 
 def _problems_of_plan(args: argparse.Namespace) -> Iterator[str]:
