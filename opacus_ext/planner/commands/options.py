@@ -539,9 +539,9 @@ def _problems_of_noise(args: argparse.Namespace) -> Iterator[str]:
         yield "--noise is of Poisson samples of users"
     for name in _WITHOUT_NOISE:
         if getattr(args, name):
-            yield f"--{name.replace('_', '-')} goes without --noise"
+            yield f"--noise asks no law: leave out --{name.replace('_', '-')}"
     if args.flops != [math.inf]:
-        yield "--flops goes without --noise"
+        yield "--noise asks no law: leave out --flops"
 
 
 def _problems_of_plan(args: argparse.Namespace) -> Iterator[str]:
