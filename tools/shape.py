@@ -35,16 +35,16 @@ class Limit(NamedTuple):
 #: Where they are to end: 42,000 tokens of grad_sample, 125,000 of the package, 170,000
 #: of the tests; 8.0 a line, 12 conditionals, 25 comprehensions, 4 %, 6 letters.
 LIMITS = {
-    "opacus_ext/grad_sample": Limit(94000, 8.1, 10, 24, 3.9, 5.8, 125),
-    "opacus_ext": Limit(229500, 8.1, 19, 31, 2.4, 5.4, 466),
-    "tests": Limit(319000, 10.5, 15, 42, 0.9, 4.4, 45),
+    "opacus_ext/grad_sample": Limit(95200, 8.1, 10, 24, 3.9, 5.8, 126),
+    "opacus_ext": Limit(248500, 8.1, 19, 31, 2.3, 5.4, 503),
+    "tests": Limit(346500, 10.5, 15, 42, 0.9, 4.4, 45),
 }
 #: Of parts that have no other limits.
-TOKENS = {"opacus_ext/planner": 30550, "opacus_ext/re_attention": 7250}
+TOKENS = {"opacus_ext/planner": 32800, "opacus_ext/re_attention": 7250}
 #: Mechanisms of grad_sample. Where they are to end: as few as can be.
 GLOBALS, MODES, SUBCLASSES = 9, 5, 9
 #: A step of "ghost_bk". Where it is to end: 130 functions, 14 files, 150 changes.
-FUNCTIONS, FILES, CHANGES = 364, 33, 449
+FUNCTIONS, FILES, CHANGES = 367, 33, 450
 #: All private functions of torch stand here.
 PRIVATE, PRIVATE_LINES = "opacus_ext/private_torch.py", 135
 #: Parts of the package from bottom to top. A module imports those of rows before its
