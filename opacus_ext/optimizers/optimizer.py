@@ -345,7 +345,7 @@ class ClippingOptimizer(NoisyOptimizer):
         super().add_noise()
         # Noise was added to sums of gradients that were divided by the scales.
         scales = self.take_scales()
-        for p in self.params:
+        for p in self.params if scales else ():
             if id(p) in scales and p.grad is not None:
                 p.grad.div_(inverse_of(scales[id(p)]).view(p.shape))
 

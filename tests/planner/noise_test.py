@@ -163,7 +163,7 @@ def test_for_programs(capsys):
         (ARGS.replace("--steps 150", ""), "give one --steps"),
         (ARGS.replace("--epsilon 4", "--epsilon 1,4"), "give one --epsilon"),
         (f"{ARGS} --sampling records", "Poisson samples of users"),
-        (f"{ARGS} --law paper", "--law goes without --noise"),
+        (f"{ARGS} --law paper", "leave out --law"),
         ("plan --users 99 --epsilon 1 --momentum 0.5", "goes with --noise"),
         (ARGS + " --trials 10", "leave out --trials"),
         (ARGS + " --gpu h100 --hours 2", "leave out --gpu"),
