@@ -63,11 +63,15 @@ class Ledger:
         """
         Adds what draws random numbers: an optimizer, and the sampler of a loader. If
         the accountant has the steps of an earlier run, none of its numbers come back.
+        It may have releases as well, which are not on records that were drawn.
         """
         self._made += [weakref.ref(x) for x in parts if draws_numbers(x)]
         earlier = difference(accountant.history, self.history)
         self.history += earlier
-        if earlier:
+        # Rounds of noise that is not banded read as releases.
+        correlated = any(getattr(x, "correlated", None) is not None for x in parts)
+        drawn = any(is_drawn(noise, rate) for noise, rate, _ in earlier)
+        if drawn or correlated and earlier:
             self.draw_afresh()
         elif self.goes_on:
             draw_afresh(parts)

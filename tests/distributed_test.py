@@ -388,7 +388,7 @@ def correlated() -> Dict[str, Any]:
     again.optimizer.load_state_dict(saved[1])
     again.optimizer.generator.set_state(saved[2])
     for batch in batches[5:]:
-        again.step(batch, square_loss)
+        again.step(batch.clone(), square_loss)
     place = dist.get_rank(), dist.get_world_size()
     other = Draws(Poisson(expected_batch_size=5 + place[0]), 48, None, place)
     return {
