@@ -378,9 +378,18 @@ def test_threads_have_their_own_samples():
         model, x = Net(nested, again), samples() + seed
         expected = norms_of(oracle(model, x, called))
         for _ in range(3):
-            norms = clipped(model, x).norms
+            norms = undisturbed(model, x).norms
             torch.testing.assert_close(norms, expected, rtol=0, atol=1e-8)
             assert checkpoint(len, [0], use_reentrant=False) == 1
+
+    def undisturbed(model, x):
+        """Another thread may set the one generator in between, which is refused."""
+        for _ in range(50):
+            try:
+                return clipped(model, x)
+            except Refused as refused:
+                assert "a seed that is set in the forward" in str(refused)
+        raise AssertionError("refused each time")
 
     with ThreadPoolExecutor(3) as pool:
         list(pool.map(train, range(3)))
