@@ -37,7 +37,7 @@ def noise_of_run(
     """
     sampling.check(records)
     steps = max(math.ceil(epochs * sampling.steps_per_epoch(records)), 1)
-    if strategy is not None:
+    if strategy is not None and not strategy.is_banded:
         check_planned(strategy, steps)
 
     def account(trial: IAccountant, noise_multiplier: float) -> None:
